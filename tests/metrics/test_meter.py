@@ -93,7 +93,7 @@ def unread() -> StepResult:
 
 def test_a_record_is_the_mean_over_its_interval(clock: Clock) -> None:
     sink = RecordingSink()
-    meter = make(sink, sequences=80)
+    meter = make(sink, tokens=80 * 16)
     for step in range(1, 8):
         with meter.data_wait():
             clock.now += 0.25

@@ -654,12 +654,19 @@ class Source:
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """A part of the training with its weights of the sources."""
+    """A part of the training with its weights of the sources, its batch size and its length."""
 
     until: Natural = 0
     """last step of the stage; 0, in the last one: to the end"""
     weights: tuple[NonNegative, ...] = ()
-    """share of the training sequences of each source, in the order of data.sources; 0: none of it"""
+    """share of the training sequences of each source, in the order of data.sources; 0: none of it; empty: its
+    weight"""
+    until_tokens: Natural = 0
+    """in place of until: the last step is the first after which the run has read so many tokens"""
+    global_batch_size: Natural = 0
+    """sequences in one step; 0: training.global_batch_size"""
+    sequence_length: Natural = 0
+    """tokens in a sequence; 0: training.sequence_length, which evaluations have in any stage"""
 
 
 @dataclass(frozen=True)
@@ -1195,7 +1202,8 @@ class Config:
     @property
     def longest_text(self) -> int:
         """Tokens of the longest text that the trained model is for."""
-        return max(self.model.max_sequence_length, self.training.sequence_length)
+        of_stages = [stage.sequence_length for stage in self.data.stage]
+        return max(self.model.max_sequence_length, self.training.sequence_length, *of_stages)
 
 
 def gradient_accumulation(training: Training, data_ranks: int) -> int:

@@ -1,8 +1,8 @@
-"""The stages of a run, [[data.stage]], each with its mixture: their ranges of sequences, also after a resume.
+"""The stages of a run, [[data.stage]]: their ranges of sequences and the sizes of their steps, also after a resume.
 
-A config ends a stage at a step, the order of the data (`order.py`) at a sequence of the run. The two agree as long as
-the global batch stays the same. A checkpoint has both for each stage, so that a run that resumes with another global
-batch keeps the sequences of past stages, and ends later stages at their step.
+A config ends a stage at a step or at a number of tokens, the order of the data (`order.py`) at a sequence of the run.
+They agree as long as the batch sizes stay the same. A checkpoint has steps and sequences of each past stage, so that a
+run that resumes with another batch size keeps the sequences of past stages, and ends later stages where they say.
 """
 
 import math
@@ -11,8 +11,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from torchllm.config import Data, MixtureStage, Source
-from torchllm.data.order import Mixture, PlannedStage, mixture_shares
+from torchllm.config import Data, MixtureStage, Source, Training
+from torchllm.config.stages import last_step, stages_of, training_of
+from torchllm.data.order import Mixture, PlannedStage, mixture_shares, uses_in_length
 
 DEFAULT_WEIGHT = Source().weight
 
@@ -20,10 +21,27 @@ DEFAULT_WEIGHT = Source().weight
 class Progress(NamedTuple):
     steps: int = 0
     sequences: int = 0
+    tokens: int = 0
+
+
+class Span(NamedTuple):
+    """Steps with one batch size and one length, from a position of the run on."""
+
+    before: Progress
+    training: Training
+    """with the batch size and the length"""
+
+    def after(self, step: int) -> Progress:
+        """Return the position after one of the steps."""
+        sequences = (step - self.before.steps) * self.training.global_batch_size
+        tokens = self.before.tokens + sequences * self.training.sequence_length
+        return Progress(step, self.before.sequences + sequences, tokens)
 
 
 class ContinuedStages(NamedTuple):
     stages: list[PlannedStage]
+    spans: list[Span]
+    """the steps to come, one for each of the last stages"""
     differences: list[str]
     """a line for each stage that would change the sequences so far"""
 
@@ -57,19 +75,28 @@ class LimitedStages(NamedTuple):
     """number of the run's sequences until all sources of a stage have had their epochs; 0: never"""
 
 
-def limit_epochs(stages: Sequence[PlannedStage], sizes: Sequence[int], max_epochs: Sequence[float]) -> LimitedStages:
-    """Cut stages where a source has had `max_epochs` (0: any number) of its `sizes` sequences.
+def limit_epochs(
+    stages: Sequence[PlannedStage], sizes: Mapping[int, Sequence[int]], max_epochs: Sequence[float]
+) -> LimitedStages:
+    """Cut stages where a source has had `max_epochs` (0: any number) of its sequences.
 
-    The other sources go on with their weights. Where none is left, all go on as if there were no limit.
+    sizes: sequences of each source, by `PlannedStage.length`. The other sources go on with their weights. Where none is
+    left, all go on as if there were no limit.
     """
-    limits = [max(1, math.floor(size * epochs)) for size, epochs in zip(sizes, max_epochs, strict=True)]
     cut: list[PlannedStage] = []
     used_up: list[UsedUp] = []
-    left = [True] * len(sizes)
-    used = [0] * len(sizes)
+    left = [True] * len(max_epochs)
+    used, before = [0] * len(max_epochs), sizes[0]
     first = 0
     for stage in stages:
+        own_sizes = sizes[stage.length]
+        used, before = uses_in_length(used, before, own_sizes), own_sizes
+        limits = [max(1, math.floor(size * epochs)) for size, epochs in zip(own_sizes, max_epochs, strict=True)]
         while not stage.end or first < stage.end:
+            for source, limit in enumerate(limits):
+                if max_epochs[source] and left[source] and used[source] >= limit:
+                    left[source] = False
+                    used_up.append(UsedUp(source, first))
             weights = tuple(weight * is_left for weight, is_left in zip(stage.weights, left, strict=True))
             if not any(weights):
                 return LimitedStages([*cut, stages[-1]._replace(end=0)], used_up, first)
@@ -79,62 +106,91 @@ def limit_epochs(stages: Sequence[PlannedStage], sizes: Sequence[int], max_epoch
                 if max_epochs[source] and weights[source]:
                     ends.append(first + mixture.end_of(source, limit - used[source]))
             end = min(ends, default=0)
-            cut.append(PlannedStage(stage.until if end == stage.end else 0, end, weights))
+            cut.append(stage._replace(until=stage.until if end == stage.end else 0, end=end, weights=weights))
             if not end:
                 return LimitedStages(cut, used_up, 0)
             used = [count + mixture.uses(source, end - first) for source, count in enumerate(used)]
             first = end
-            for source, limit in enumerate(limits):
-                if max_epochs[source] and left[source] and used[source] >= limit:
-                    left[source] = False
-                    used_up.append(UsedUp(source, end))
     raise AssertionError("the last stage has no end")
 
 
-def plan_stages(data: Data, global_batch_size: int) -> list[PlannedStage]:
-    return continue_stages(data, global_batch_size, [], Progress()).stages
+def plan_stages(data: Data, training: Training) -> ContinuedStages:
+    """Return the stages of a run that starts at step 0."""
+    return continue_stages(data, training, [], Progress())
 
 
 def continue_stages(
-    data: Data, global_batch_size: int, saved: Sequence[PlannedStage], progress: Progress
+    data: Data, training: Training, saved: Sequence[PlannedStage], progress: Progress
 ) -> ContinuedStages:
     """Return the stages of a config for a run that resumes; `saved`: stages of its checkpoint, taken at `progress`."""
-    steps, sequences = progress
-    ends = {stage.until: stage.end for stage in saved if 0 < stage.end <= sequences}
-    ends[steps] = sequences
-    configured = data.stage or (MixtureStage(weights=tuple(source.weight for source in data.sources)),)
-    stages, differences = [], []
-    for index, stage in enumerate(configured):
-        end = 0
-        if index < len(configured) - 1:
-            if stage.until > steps:
-                end = sequences + (stage.until - steps) * global_batch_size
-            elif stage.until in ends:
-                end = ends[stage.until]
-            else:
-                differences.append(
-                    f"data.stage.{index}.until: no stage of the checkpoint, which is at step {steps}, ended at step "
-                    f"{stage.until}"
-                )
-                continue
-        stages.append(PlannedStage(stage.until if end else 0, end, stage.weights))
+    ends = [Progress(stage.until, stage.end, tokens_of(saved, stage.end, training)) for stage in saved if stage.end]
+    ends = [*(end for end in ends if end.sequences <= progress.sequences), progress]
+    stages: list[PlannedStage] = []
+    spans: list[Span] = []
+    differences = []
+    *before_last, last = stages_of(data)
+    for index, stage in enumerate(before_last):
+        span, length = Span(progress, training_of(stage, training)), _other_length(stage, training)
+        until = last_step(stage, span.training, progress.steps, progress.tokens)
+        if until > progress.steps:
+            progress = span.after(until)
+            spans.append(span)
+            stages.append(PlannedStage(until, progress.sequences, stage.weights, length))
+            continue
+        past = (end for end in ends if end.tokens >= stage.until_tokens and stage.until in (0, end.steps))
+        if (end := next(past, None)) is None:
+            differences.append(
+                f"data.stage.{index}.until: no stage of the checkpoint, which is at step {ends[-1].steps}, ended at "
+                f"step {stage.until}"
+            )
+            continue
+        stages.append(PlannedStage(end.steps, end.sequences, stage.weights, length))
+    stages.append(PlannedStage(0, 0, last.weights, _other_length(last, training)))
+    spans.append(Span(progress, training_of(last, training)))
+    steps, sequences, _ = ends[-1]
     if not differences and past_mixtures(saved, sequences) != past_mixtures(stages, sequences):
         differences.append(
             f"data.stage: up to step {steps} the sources were mixed {describe_stages(saved)} in the checkpoint, "
             f"{describe_stages(stages)} now"
         )
-    return ContinuedStages(stages, differences)
+    return ContinuedStages(stages, spans, differences)
 
 
-def past_mixtures(stages: Iterable[PlannedStage], sequences: int) -> list[tuple[int, list[Fraction]]]:
-    """Return the mixture of the first `sequences` sequences of a run: ends of stages, and shares of the sources."""
+def _other_length(stage: MixtureStage, training: Training) -> int:
+    """Return `PlannedStage.length` of a stage."""
+    return 0 if stage.sequence_length == training.sequence_length else stage.sequence_length
+
+
+def tokens_of(stages: Iterable[PlannedStage], sequences: int, training: Training) -> int:
+    """Return the tokens of the first `sequences` sequences of a run with these stages."""
+    tokens = first = 0
+    for stage in stages:
+        end = min(stage.end or sequences, sequences)
+        tokens += max(0, end - first) * (stage.length or training.sequence_length)
+        first = max(first, end)
+    return tokens
+
+
+def span_of(spans: Sequence[Span], step: int) -> Span:
+    """Return the span of a step; the first if it is before all."""
+    return next((span for span in reversed(spans) if span.before.steps < step), spans[0])
+
+
+def steps_within(spans: Sequence[Span], sequences: int) -> int:
+    """Return the last step of the run that needs no more than its first `sequences` sequences."""
+    span = next((span for span in reversed(spans) if span.before.sequences <= sequences), spans[0])
+    return span.before.steps + (sequences - span.before.sequences) // span.training.global_batch_size
+
+
+def past_mixtures(stages: Iterable[PlannedStage], sequences: int) -> list[tuple[int, list[Fraction], int]]:
+    """Return the mixture of the first `sequences` of a run: ends of stages, shares of the sources, lengths."""
     past = []
     end = 0
     for stage in stages:
         if end == sequences:
             break
         end = min(stage.end or sequences, sequences)
-        past.append((end, mixture_shares(stage.weights)))
+        past.append((end, mixture_shares(stage.weights), stage.length))
     return past
 
 
@@ -143,14 +199,15 @@ def describe_stages(stages: Iterable[PlannedStage]) -> str:
     listed = []
     for stage in stages:
         end = f"until step {stage.until}" if stage.end else "to the end"
-        listed.append(f"{list(stage.weights)} {end}")
+        length = f" in sequences of {stage.length} tokens" * (stage.length > 0)
+        listed.append(f"{list(stage.weights)}{length} {end}")
     return ", ".join(listed)
 
 
 def stages_from_state(state: Mapping[str, Any], sources: int) -> list[PlannedStage]:
     """Return the stages in the state of a loader; the run may have more sources by now."""
     stages = []
-    for until, end, weights in state["stages"]:
+    for until, end, weights, *length in state["stages"]:
         padding = [0.0] * (sources - len(weights))
-        stages.append(PlannedStage(until, end, (*weights, *padding)))
+        stages.append(PlannedStage(until, end, (*weights, *padding), *length))
     return stages

@@ -9,7 +9,8 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 
-from torchllm.config.schema import Config, Data, Generate, Model, Run
+from torchllm.config.schema import Config, Data, Generate, Model, Run, Training
+from torchllm.config.stages import changes_size, lengths, training_stages
 from torchllm.facts.parts.part import WIDEST_HEAD
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import key_of_kind, layout_problems
@@ -94,7 +95,6 @@ def _kind_problems(config: Config) -> Iterator[ConfigError]:
 
 def _model_problems(config: Config) -> Iterator[ConfigError]:
     model = config.model
-    length = config.training.sequence_length
     if not model.head_dim and model.hidden % model.heads:
         yield config_error(
             "model.heads", f"{model.heads} heads do not divide hidden {model.hidden}; set model.head_dim"
@@ -117,10 +117,9 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("model.block", f"{model.block!r} does not combine with {other}: remove one of the keys")
     if model.heads % model.kv:
         yield config_error("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
-    if model.features.learned_positions and length > model.max_sequence_length:
-        yield config_error(
-            "training.sequence_length", f"{length} is over model.max_sequence_length {model.max_sequence_length}"
-        )
+    for length, key in lengths(config.data, config.training.sequence_length).items():
+        if model.features.learned_positions and length > model.max_sequence_length:
+            yield config_error(key, f"{length} is over model.max_sequence_length {model.max_sequence_length}")
     if model.rope_high_frequency_factor <= model.rope_low_frequency_factor:
         yield config_error("model.rope_high_frequency_factor", "must be over model.rope_low_frequency_factor")
     if model.rope_beta_fast < model.rope_beta_slow:
@@ -247,6 +246,7 @@ def graph_problems(config: Config) -> Iterator[ConfigError]:
             config.model.experts,
             "experts get other numbers of tokens in each step, which the host notes",
         ),
+        "data.stage": (changes_size(config.data), "a stage has steps of another size"),
         "data.document_mask": (config.data.document_mask, "each micro batch has another number of documents"),
         "float8.recipe": (config.float8.is_on, "the scales of float8 weights are made anew in each step"),
         "run.device": (config.run.device == "cpu", "a CPU has no CUDA graphs"),
@@ -313,7 +313,7 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
             )
     if any(source.kind == "nanogpt" for source in config.data.all_sources.values()):
         yield from _nanogpt_problems(config.data)
-    yield from _mixture_problems(config.data, config.training.steps)
+    yield from _mixture_problems(config.data, config.training)
     if config.evaluate.interval and not config.data.validation_fraction and not config.data.validation:
         cure = "set data.validation_fraction, or name a source in [[data.validation]]"
         yield config_error("evaluate.interval", f"nothing is held out: {cure}")
@@ -327,27 +327,31 @@ def _nanogpt_problems(data: Data) -> Iterator[ConfigError]:
         yield config_error("data.separator", "is not set, and nanoGPT's files do not say it: 50256 for GPT-2")
 
 
-def _mixture_problems(data: Data, steps: int) -> Iterator[ConfigError]:
-    """Check the stages of the mixture."""
-    before = 0
-    for index, stage in enumerate(data.stage):
-        key = f"data.stage.{index}"
+def _mixture_problems(data: Data, training: Training) -> Iterator[ConfigError]:
+    """Check weights and ends of the stages."""
+    steps = training.steps
+    for index, (stage, planned) in enumerate(zip(data.stage, training_stages(data, training), strict=False)):
+        key, until, before = planned.key, planned.until, planned.before
         is_last = index == len(data.stage) - 1
-        if len(stage.weights) != len(data.sources):
+        if stage.weights and len(stage.weights) != len(data.sources):
             yield config_error(
                 f"{key}.weights", f"has {len(stage.weights)} numbers: give one for each of {len(data.sources)} sources"
             )
-        elif not any(stage.weights):
+        elif stage.weights and not any(stage.weights):
             yield config_error(f"{key}.weights", "is 0 for every source: one must be over 0")
-        if is_last and stage.until == 0:
+        if is_last and until == 0:
             continue
-        if stage.until <= before:
-            yield config_error(f"{key}.until", f"= {stage.until} is not after step {before}, where the stage begins")
-        elif is_last and stage.until < steps:
+        name, at = "until", f"= {until} is"
+        if stage.until_tokens:
+            name, at = "until_tokens", f"= {stage.until_tokens} tokens are read by step {until}, which is"
+        if stage.until and stage.until_tokens:
+            yield config_error(f"{key}.until", "and until_tokens both end the stage: remove one of them")
+        elif until <= before:
+            yield config_error(f"{key}.{name}", f"{at} not after step {before}, where the stage begins")
+        elif is_last and until < steps:
             yield config_error(
-                f"{key}.until", f"= {stage.until} is before the last step, {steps}: set it to 0, or add a stage"
+                f"{key}.{name}", f"{at} before the last step, {steps}: set it to 0, or training.steps, or add a stage"
             )
-        before = stage.until
 
 
 def _schedule_problems(config: Config) -> Iterator[ConfigError]:

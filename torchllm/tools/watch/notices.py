@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torchllm.config import Model
+from torchllm.config.stages import tokens_after
 from torchllm.facts.flops import active_parameter_count, parameter_count, trained_parameter_count
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
@@ -74,9 +75,11 @@ def _describe(run: ObservedRun) -> None:
             line = "; ".join([line, *describe_corpus(header, in_detail=False)])
         log.info("%s", line)
     note_sources(run.runtime.folder / "sources.txt", sources, data.corpora())
-    tokens_per_step = training.global_batch_size * training.sequence_length
     if start < training.steps:
-        tokens = f"{(training.steps - start) * tokens_per_step:,} tokens, {tokens_per_step:,} per step"
+        count = tokens_after(config)
+        first, last = (count(step) - count(step - 1) for step in (start + 1, training.steps))
+        per_step = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        tokens = f"{count(training.steps) - count(start):,} tokens, {per_step} per step"
         log.info("steps %d to %d: %s", start + 1, training.steps, tokens)
 
 
