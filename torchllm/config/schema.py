@@ -698,6 +698,17 @@ class Data:
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """how texts become sequences; concatenate: one after another, cut wherever a sequence ends; best_fit: whole, cut
     only if longer than a sequence, with a little padding that is not trained"""
+    fim_rate: Fraction = 0.0
+    """share of the documents in data.sources whose middle is trained after what follows it (fill-in-the-middle); it
+    belongs to the tokens of a corpus, so sources of tokens have their own"""
+    fim_style: Annotated[Literal["psm", "spm"], Needs("data.fim_rate over 0")] = "psm"
+    """fill-in-the-middle: psm: prefix, suffix, middle; spm: suffix, then prefix and middle"""
+    fim_tokens: Annotated[tuple[str, ...], Needs("data.fim_rate over 0")] = (
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+    )
+    """special tokens of the tokenizer that are put before prefix, suffix and middle"""
     validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01
     """share of the documents (of few: the last of all tokens) that is held out for evaluation and never trained on"""
     on_bad_record: Annotated[Literal["error", "skip"], Needs(OWN_TEXT, "idle")] = "error"

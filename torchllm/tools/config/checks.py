@@ -9,7 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 
-from torchllm.config.schema import Config, Data, Generate, Model, Run, Training
+from torchllm.config.schema import RAW_KINDS, Config, Data, Generate, Model, Run, Training
 from torchllm.config.stages import changes_size, lengths, training_stages
 from torchllm.facts.parts.part import WIDEST_HEAD
 from torchllm.facts.parts.registry import feed_forward, mixer
@@ -314,6 +314,13 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
     if any(source.kind == "nanogpt" for source in config.data.all_sources.values()):
         yield from _nanogpt_problems(config.data)
     yield from _mixture_problems(config.data, config.training)
+    if len(config.data.fim_tokens) != 3:
+        yield config_error("data.fim_tokens", "must be 3 names: of the tokens before prefix, suffix and middle")
+    for index, source in enumerate(config.data.sources):
+        if config.data.fim_rate and (source.messages_key or source.kind not in RAW_KINDS):
+            what = "holds conversations" if source.messages_key else "has its tokens already"
+            cure = "set it for recipes/prepare.py with the texts alone, then 0"
+            yield config_error("data.fim_rate", f"cuts documents of text, and data.sources.{index} {what}: {cure}")
     if config.evaluate.interval and not config.data.validation_fraction and not config.data.validation:
         cure = "set data.validation_fraction, or name a source in [[data.validation]]"
         yield config_error("evaluate.interval", f"nothing is held out: {cure}")

@@ -20,6 +20,7 @@ from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings, verified_records
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.chosen_files import choose_files
+from torchllm.tools.prepare.fill_in_the_middle import plan_fim
 from torchllm.tools.prepare.plan import CorpusPlan, Rules, may_write_calls
 from torchllm.tools.prepare.source_files import changes_of, content_of
 
@@ -49,6 +50,7 @@ def plan_corpus(
             f"set it to {tokenizer.vocab} or more"
         )
     is_first = rules is Rules.FIRST
+    fim = plan_fim(data, tokenizer, vocab) if source in data.sources else None
     chat = None
     if source.messages_key:
         if finetune is None:
@@ -81,6 +83,7 @@ def plan_corpus(
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
         shard_mib=shard_mib,
         chat=chat,
+        fim=fim,
         reads_calls=rules > Rules.ALL_FILES and chat is not None and may_write_calls(chat.template),
     )
 
