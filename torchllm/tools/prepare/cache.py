@@ -20,7 +20,6 @@ from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings, verified_records
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.chosen_files import choose_files
-from torchllm.tools.prepare.fill_in_the_middle import plan_fim
 from torchllm.tools.prepare.plan import CorpusPlan, Rules, may_write_calls
 from torchllm.tools.prepare.source_files import changes_of, content_of
 
@@ -50,8 +49,11 @@ def plan_corpus(
             f"set it to {tokenizer.vocab} or more"
         )
     is_first = rules is Rules.FIRST
-    fim = plan_fim(data, tokenizer, vocab) if source in data.sources else None
-    chat = None
+    fim = chat = None
+    if data.fim_rate and source in data.sources:  # data.validation stays whole
+        from torchllm.tools.prepare.fill_in_the_middle import plan_fim  # most text has none
+
+        fim = plan_fim(data, tokenizer, vocab)
     if source.messages_key:
         if finetune is None:
             raise DataError(f"data.sources: {source.path!r} holds conversations: train on them by recipes/finetune.py")

@@ -49,13 +49,8 @@ class FillInTheMiddle:
         return np.concatenate(ordered)
 
 
-def plan_fim(data: Data, tokenizer: Tokenizer, vocab: int) -> FillInTheMiddle | None:
-    """Return the settings, None if data.fim_rate is 0. DataError if the tokenizer or the model lacks a special token.
-
-    vocab: model.vocab.
-    """
-    if not data.fim_rate:
-        return None
+def plan_fim(data: Data, tokenizer: Tokenizer, vocab: int) -> FillInTheMiddle:
+    """Return the settings. DataError if the tokenizer or the model, with `vocab` tokens, lacks a special token."""
     ids = []
     for name in data.fim_tokens:
         token = tokenizer.special_id(name)

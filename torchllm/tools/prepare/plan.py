@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from torchllm.config import Source
 from torchllm.data.corpus_header import FORMAT
 from torchllm.data.tokenizer import Tokenizer
-from torchllm.tools.prepare.fill_in_the_middle import FillInTheMiddle
 from torchllm.tools.prepare.source_files import SourceFile
 
-if TYPE_CHECKING:  # text has none
+if TYPE_CHECKING:  # most text has none
     from torchllm.tools.prepare.chat.plan import ChatPlan
+    from torchllm.tools.prepare.fill_in_the_middle import FillInTheMiddle
 
 LoadTokenizer = Callable[[], Tokenizer]
 """a call of `load_tokenizer` that can be sent to other processes, which a tokenizer cannot"""
@@ -65,7 +65,7 @@ class CorpusPlan:
     """whether tool calls and tools become objects with the keys of their row (see `chat.calls`); earlier versions left
     them as they were. False, too, where the chat template writes neither"""
 
-    fim: FillInTheMiddle | None = None
+    fim: "FillInTheMiddle | None" = None
     """None: documents are written as they are"""
 
     @property
