@@ -157,4 +157,5 @@ def _count(source: SequenceSource, split: Split, length: int, key: str) -> int:
     try:
         return source.count(split, length)
     except DataError as error:
-        raise DataError(f"{key} = {length}: {error}") from None
+        of_stage = f"{key} = {length}: " * key.startswith("data.stage")
+        raise DataError(f"{of_stage}{error}") from None
