@@ -42,7 +42,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Encoder
 
 from torchllm.config.schema import RAW_KINDS
-from torchllm.config.stages import stages_of, tokens_after, training_stages
+from torchllm.config.stages import span_of, spans_of, stages_of
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
 from torchllm.runtime.error_report import report_errors
@@ -89,9 +89,10 @@ def texts(config: TokenizerConfig, held_out: list[str]) -> Iterator[str]:
 def source_shares(config: TokenizerConfig) -> list[float]:
     """Return the share of each source in the training sequences, over all stages."""
     shares = [0.0] * len(config.data.sources)
-    steps, total = config.training.steps, tokens_after(config)(config.training.steps)
-    for stage, mixture in zip(training_stages(config.data, config.training), stages_of(config.data), strict=True):
-        tokens = stage.tokens_after(min(stage.until or steps, steps)) - stage.tokens
+    steps, spans = config.training.steps, spans_of(config.data, config.training)
+    total = span_of(spans, steps).after(steps).tokens
+    for span, mixture in zip(spans, stages_of(config.data), strict=True):
+        tokens = span.after(min(span.until or steps, steps)).tokens - span.before.tokens
         for index, weight in enumerate(mixture.weights):
             shares[index] += weight / sum(mixture.weights) * max(0, tokens) / total
     return shares

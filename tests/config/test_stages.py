@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from torchllm.config import Config, Data, MixtureStage, Parallel, Training
-from torchllm.config.stages import lengths, stage_at, tokens_after, training_stages
+from torchllm.config.stages import Progress, lengths, span_of, spans_of
 from torchllm.tools.config.checks import problems
 from torchllm.tools.config.degrees import layout_problems
 from torchllm.tools.proof.layouts import with_settings
@@ -21,21 +21,18 @@ CONFIG = Config(data=Data(stage=STAGES), training=TRAINING, parallel=Parallel(dp
 
 
 def test_a_stage_ends_with_the_first_step_that_reaches_its_tokens() -> None:
-    stages = training_stages(CONFIG.data, CONFIG.training)
-    assert [(stage.before, stage.tokens, stage.until) for stage in stages] == [
-        (0, 0, 16),
-        (16, 1024, 18),
-        (18, 1536, 0),
-    ]
-    sizes = [(stage.training.global_batch_size, stage.training.sequence_length) for stage in stages]
+    spans = spans_of(CONFIG.data, CONFIG.training)
+    assert [span.before for span in spans] == [Progress(), Progress(16, 64, 1024), Progress(18, 80, 1536)]
+    assert [span.until for span in spans] == [16, 18, 0]
+    sizes = [(span.training.global_batch_size, span.training.sequence_length) for span in spans]
     assert sizes == [(4, 16), (8, 32), (8, 64)]
-    assert [stage_at(CONFIG, step).key[-1] for step in (1, 16, 17, 18, 19)] == ["0", "0", "1", "1", "2"]
-    assert [tokens_after(CONFIG)(step) for step in (0, 1, 16, 17, 18, 20)] == [0, 64, 1024, 1280, 1536, 2560]
+    assert [span_of(spans, step).key[-1] for step in (0, 1, 16, 17, 18, 19)] == ["0", "0", "0", "1", "1", "2"]
+    tokens = [span_of(spans, step).after(step).tokens for step in (0, 1, 16, 17, 18, 20)]
+    assert tokens == [0, 64, 1024, 1280, 1536, 2560]
     exact = replace(CONFIG.data, stage=(MixtureStage(until_tokens=512), MixtureStage()))
-    assert training_stages(exact, CONFIG.training)[0].until == 2
-    plain = replace(CONFIG, data=Data())
-    assert (stage_at(plain, 7).key, stage_at(plain, 7).training) == ("training", TRAINING)
-    assert tokens_after(plain)(20) == 20 * 8 * 32
+    assert spans_of(exact, CONFIG.training)[0].until == 2
+    (plain,) = spans_of(Data(), TRAINING)
+    assert (plain.key, plain.training, plain.after(20).tokens) == ("training", TRAINING, 20 * 8 * 32)
     assert lengths(CONFIG.data, 32) == {
         32: "training.sequence_length",
         16: "data.stage.0.sequence_length",

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from torchllm.config import Data, MixtureStage, Model, Source, Training
+from torchllm.config.stages import Progress, span_of
 from torchllm.data.batch import Batch
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder, PlannedStage
-from torchllm.data.stages import Progress, continue_stages, limit_epochs, plan_stages, span_of, steps_within
+from torchllm.data.stages import continue_stages, limit_epochs, plan_stages, steps_within
 
 CPU = torch.device("cpu")
 TRAINING = Training(steps=12, micro_batch_size=1, global_batch_size=8, sequence_length=24)

@@ -1,10 +1,9 @@
-"""The stages of a training, [[data.stage]]: the steps of each, and its batch size, length and mixture.
+"""The stages of a training, [[data.stage]]: the steps of each, with its batch size and length.
 
-They are a function of the config alone. A run that resumes with another batch size counts from its checkpoint instead:
-`torchllm/data/stages.py`.
+They follow from the config alone, and for a run that resumes from how far it is (`torchllm/data/stages.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -13,74 +12,66 @@ from torchllm.config.schema import Config, Data, MixtureStage, Training
 C = TypeVar("C", bound=Config)
 
 
-class TrainingStage(NamedTuple):
-    """Steps with one batch size, one length and one mixture."""
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    steps: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+
+START = Progress()
+
+
+class Span(NamedTuple):
+    """The steps of a stage, from a position of the run on."""
 
     key: str
     """"data.stage.0", "training" if there are no stages"""
-    before: int
-    """steps before it"""
-    tokens: int
-    """tokens of the steps before it"""
+    before: Progress
+    """where it begins, or where the run goes on in it"""
     until: int
-    """its last step; 0: to the end"""
+    """its last step, not after `before` if it is past; 0: to the end"""
     training: Training
     """with its batch size and length"""
 
-    def tokens_after(self, step: int) -> int:
-        """Return the tokens of the run after one of its steps."""
-        return self.tokens + (step - self.before) * self.training.global_batch_size * self.training.sequence_length
+    def after(self, step: int) -> Progress:
+        """Return the position after one of the steps."""
+        sequences = (step - self.before.steps) * self.training.global_batch_size
+        tokens = self.before.tokens + sequences * self.training.sequence_length
+        return Progress(step, self.before.sequences + sequences, tokens)
 
 
-def stages_of(data: Data) -> tuple[MixtureStage, ...]:
+def stages_of(data: Data) -> list[MixtureStage]:
     """Return the stages with their weights, or the one that a run without stages has."""
     weights = tuple(source.weight for source in data.sources)
-    stages = data.stage or (MixtureStage(),)
-    return tuple(stage if stage.weights else replace(stage, weights=weights) for stage in stages)
+    return [stage if stage.weights else replace(stage, weights=weights) for stage in data.stage or [MixtureStage()]]
 
 
-def training_of(stage: MixtureStage, training: Training) -> Training:
-    """Return [training] with the batch size and the length of a stage."""
-    batch, length = stage.global_batch_size, stage.sequence_length
-    return replace(
-        training,
-        global_batch_size=batch or training.global_batch_size,
-        sequence_length=length or training.sequence_length,
-    )
-
-
-def last_step(stage: MixtureStage, training: Training, steps: int, tokens: int) -> int:
-    """Return the last step of a stage, given a step of it or before it, and the tokens so far; 0: it has no end.
-
-    training: of the stage. With `until_tokens` it is the first step with as many tokens of the run.
-    """
-    if not stage.until_tokens:
-        return stage.until
-    return steps - (tokens - stage.until_tokens) // (training.global_batch_size * training.sequence_length)
-
-
-def training_stages(data: Data, training: Training) -> list[TrainingStage]:
-    """Return all stages of a run that starts at step 0, also those after its last step."""
-    stages = []
-    before = tokens = 0
+def spans_of(data: Data, training: Training, position: Progress = START) -> list[Span]:
+    """Return the steps of all stages of a run that is at a position, also those after training.steps."""
+    spans = []
     for index, stage in enumerate(stages_of(data)):
-        of_stage = training_of(stage, training)
-        until = last_step(stage, of_stage, before, tokens)
-        key = f"data.stage.{index}" if data.stage else "training"
-        stages.append(TrainingStage(key, before, tokens, until, of_stage))
-        before, tokens = until, stages[-1].tokens_after(until)
-    return stages
+        batch = stage.global_batch_size or training.global_batch_size
+        length = stage.sequence_length or training.sequence_length
+        until = stage.until
+        if stage.until_tokens:  # the first step with as many
+            until = position.steps - (position.tokens - stage.until_tokens) // (batch * length)
+        of_stage = replace(training, global_batch_size=batch, sequence_length=length)
+        spans.append(Span(f"data.stage.{index}" if data.stage else "training", position, until, of_stage))
+        if until > position.steps:
+            position = spans[-1].after(until)
+    return spans
 
 
-def stage_at(config: Config, step: int) -> TrainingStage:
-    """Return the stage of a step, counted from 1."""
-    stages = training_stages(config.data, config.training)
-    return next(stage for stage in reversed(stages) if stage.before < max(step, 1))
+def span_of(spans: Sequence[Span], step: int) -> Span:
+    """Return the span of a step, from 1; the first if it is before all."""
+    return next((span for span in reversed(spans) if span.before.steps < step), spans[0])
 
 
-def config_at(config: C, stage: TrainingStage) -> C:
-    """Return the config of a run that has one stage alone."""
-    return replace(config, training=stage.training, data=replace(config.data, stage=()))
+def of_span(config: C, span: Span) -> C:
+    """Return the config of a run with the steps of one stage alone."""
+    return replace(config, training=span.training, data=replace(config.data, stage=()))
 
 
 def changes_size(data: Data) -> bool:
@@ -95,8 +86,3 @@ def lengths(data: Data, sequence_length: int) -> dict[int, str]:
         if stage.sequence_length:
             keys.setdefault(stage.sequence_length, f"data.stage.{index}.sequence_length")
     return keys
-
-
-def tokens_after(config: Config) -> Callable[[int], int]:
-    """Return a function of a step, from 0: the tokens of the run after it."""
-    return lambda step: stage_at(config, step).tokens_after(step)

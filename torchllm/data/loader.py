@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
-from torchllm.config.stages import changes_size, lengths
+from torchllm.config.stages import Progress, Span, changes_size, lengths, span_of
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
@@ -38,14 +38,11 @@ from torchllm.data.readers import name_source
 from torchllm.data.sequence_reader import SequenceReader
 from torchllm.data.stages import (
     ContinuedStages,
-    Progress,
-    Span,
     continue_stages,
     limit_epochs,
     mixed_by_size,
     past_mixtures,
     plan_stages,
-    span_of,
     stages_from_state,
     steps_within,
     tokens_of,

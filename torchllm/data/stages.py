@@ -11,37 +11,17 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from torchllm.config import Data, MixtureStage, Source, Training
-from torchllm.config.stages import last_step, stages_of, training_of
+from torchllm.config import Data, Source, Training
+from torchllm.config.stages import START, Progress, Span, spans_of, stages_of
 from torchllm.data.order import Mixture, PlannedStage, mixture_shares, uses_in_length
 
 DEFAULT_WEIGHT = Source().weight
 
 
-class Progress(NamedTuple):
-    steps: int = 0
-    sequences: int = 0
-    tokens: int = 0
-
-
-class Span(NamedTuple):
-    """Steps with one batch size and one length, from a position of the run on."""
-
-    before: Progress
-    training: Training
-    """with the batch size and the length"""
-
-    def after(self, step: int) -> Progress:
-        """Return the position after one of the steps."""
-        sequences = (step - self.before.steps) * self.training.global_batch_size
-        tokens = self.before.tokens + sequences * self.training.sequence_length
-        return Progress(step, self.before.sequences + sequences, tokens)
-
-
 class ContinuedStages(NamedTuple):
     stages: list[PlannedStage]
     spans: list[Span]
-    """the steps to come, one for each of the last stages"""
+    """the steps to come"""
     differences: list[str]
     """a line for each stage that would change the sequences so far"""
 
@@ -116,7 +96,7 @@ def limit_epochs(
 
 def plan_stages(data: Data, training: Training) -> ContinuedStages:
     """Return the stages of a run that starts at step 0."""
-    return continue_stages(data, training, [], Progress())
+    return continue_stages(data, training, [], START)
 
 
 def continue_stages(
@@ -126,39 +106,32 @@ def continue_stages(
     ends = [Progress(stage.until, stage.end, tokens_of(saved, stage.end, training)) for stage in saved if stage.end]
     ends = [*(end for end in ends if end.sequences <= progress.sequences), progress]
     stages: list[PlannedStage] = []
-    spans: list[Span] = []
     differences = []
-    *before_last, last = stages_of(data)
-    for index, stage in enumerate(before_last):
-        span, length = Span(progress, training_of(stage, training)), _other_length(stage, training)
-        until = last_step(stage, span.training, progress.steps, progress.tokens)
-        if until > progress.steps:
-            progress = span.after(until)
-            spans.append(span)
-            stages.append(PlannedStage(until, progress.sequences, stage.weights, length))
-            continue
-        past = (end for end in ends if end.tokens >= stage.until_tokens and stage.until in (0, end.steps))
-        if (end := next(past, None)) is None:
+    *before_last, last = spans = spans_of(data, training, progress)
+    for stage, span in zip(stages_of(data), spans, strict=True):
+        length = 0 if stage.sequence_length == training.sequence_length else stage.sequence_length
+        if span is last:
+            end: Progress | None = START  # there is none
+        elif span.until > span.before.steps:
+            end = span.after(span.until)
+        else:
+            past = (end for end in ends if end.tokens >= stage.until_tokens and stage.until in (0, end.steps))
+            end = next(past, None)
+        if end is None:
             differences.append(
-                f"data.stage.{index}.until: no stage of the checkpoint, which is at step {ends[-1].steps}, ended at "
-                f"step {stage.until}"
+                f"{span.key}.until: no stage of the checkpoint, which is at step {progress.steps}, ended at step "
+                f"{stage.until}"
             )
-            continue
-        stages.append(PlannedStage(end.steps, end.sequences, stage.weights, length))
-    stages.append(PlannedStage(0, 0, last.weights, _other_length(last, training)))
-    spans.append(Span(progress, training_of(last, training)))
-    steps, sequences, _ = ends[-1]
+        else:
+            stages.append(PlannedStage(end.steps, end.sequences, stage.weights, length))
+    spans = [*(span for span in before_last if span.until > span.before.steps), last]
+    steps, sequences, _ = progress
     if not differences and past_mixtures(saved, sequences) != past_mixtures(stages, sequences):
         differences.append(
             f"data.stage: up to step {steps} the sources were mixed {describe_stages(saved)} in the checkpoint, "
             f"{describe_stages(stages)} now"
         )
     return ContinuedStages(stages, spans, differences)
-
-
-def _other_length(stage: MixtureStage, training: Training) -> int:
-    """Return `PlannedStage.length` of a stage."""
-    return 0 if stage.sequence_length == training.sequence_length else stage.sequence_length
 
 
 def tokens_of(stages: Iterable[PlannedStage], sequences: int, training: Training) -> int:
@@ -169,11 +142,6 @@ def tokens_of(stages: Iterable[PlannedStage], sequences: int, training: Training
         tokens += max(0, end - first) * (stage.length or training.sequence_length)
         first = max(first, end)
     return tokens
-
-
-def span_of(spans: Sequence[Span], step: int) -> Span:
-    """Return the span of a step; the first if it is before all."""
-    return next((span for span in reversed(spans) if span.before.steps < step), spans[0])
 
 
 def steps_within(spans: Sequence[Span], sequences: int) -> int:

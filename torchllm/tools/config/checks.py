@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import RAW_KINDS, Config, Data, Generate, Model, Run, Training
-from torchllm.config.stages import changes_size, lengths, training_stages
+from torchllm.config.stages import changes_size, lengths, spans_of
 from torchllm.facts.parts.part import WIDEST_HEAD
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import key_of_kind, layout_problems
@@ -337,8 +337,8 @@ def _nanogpt_problems(data: Data) -> Iterator[ConfigError]:
 def _mixture_problems(data: Data, training: Training) -> Iterator[ConfigError]:
     """Check weights and ends of the stages."""
     steps = training.steps
-    for index, (stage, planned) in enumerate(zip(data.stage, training_stages(data, training), strict=False)):
-        key, until, before = planned.key, planned.until, planned.before
+    for index, (stage, span) in enumerate(zip(data.stage, spans_of(data, training), strict=False)):
+        key, until, before = span.key, span.until, span.before.steps
         is_last = index == len(data.stage) - 1
         if stage.weights and len(stage.weights) != len(data.sources):
             yield config_error(

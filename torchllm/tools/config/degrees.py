@@ -17,7 +17,7 @@ from torchllm.config.schema import (
     Training,
     gradient_accumulation,
 )
-from torchllm.config.stages import changes_size, lengths, training_stages
+from torchllm.config.stages import changes_size, lengths, of_span, spans_of
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.read import ConfigError, config_error
 
@@ -33,13 +33,13 @@ def layout_problems(config: Config, world_size: int | None) -> list[ConfigError]
 
 def _problems_of_stages(config: Config, world_size: int | None, known: list[ConfigError]) -> Iterator[ConfigError]:
     """Yield problems of stages with another batch size or length. known: without regard to stages."""
-    for stage, settings in zip(training_stages(config.data, config.training), config.data.stage, strict=True):
-        for problem in _layout_problems(replace(config, training=stage.training), world_size):
+    for span, settings in zip(spans_of(config.data, config.training), config.data.stage, strict=True):
+        for problem in _layout_problems(of_span(config, span), world_size):
             if problem not in known:
                 by_batch = problem.path[-1] == "global_batch_size" or not settings.sequence_length
                 name = "global_batch_size" if by_batch and settings.global_batch_size else "sequence_length"
                 other = "" if name == problem.path[-1] else f"{problem.key}: "
-                yield config_error(f"{stage.key}.{name}", f"{other}{problem.message}")
+                yield config_error(f"{span.key}.{name}", f"{other}{problem.message}")
     parallel, views = config.parallel, [of_kind.model for of_kind in config.of_kinds.values()]
     (base, _), *others = lengths(config.data, config.training.sequence_length).items()
     for length, key in others:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchllm.config import Config, Model, Parallel, gradient_accumulation
-from torchllm.config.stages import TrainingStage, changes_size, config_at, training_stages
+from torchllm.config.stages import Span, changes_size, of_span, spans_of
 from torchllm.facts.flops import recompute_interval
 from torchllm.facts.stages import stage_of_rank
 from torchllm.parallel.mesh import build_mesh
@@ -64,24 +64,24 @@ def dry_run(config: Config) -> None:
     gc.freeze()  # a collection need not look through all of torch again
     stage = largest_stage(config)
     with signs_of_life("dry run"):
-        report = examine(config_at(config, stage), "fork")  # nothing was computed: a fork need not import torch again
+        report = examine(of_span(config, stage), "fork")  # nothing was computed: a fork need not import torch again
     if changes_size(config.data):
         report = report._replace(stage=stage.key)
     print(as_json(report) if config.run.json else as_text(report))
 
 
-def largest_stage(config: Config) -> TrainingStage:
+def largest_stage(config: Config) -> Span:
     """Return the stage whose steps need most memory: of the longest sequences, or of the most tokens.
 
     A pipeline that runs all forward passes of a step first holds all of its tokens.
     """
     holds_all = config.parallel.pp > 1 and config.parallel.schedule in ("GPipe", "LoopedBFS")
 
-    def tokens(stage: TrainingStage) -> tuple[int, int]:
+    def tokens(stage: Span) -> tuple[int, int]:
         batch, length = stage.training.global_batch_size, stage.training.sequence_length
         return (batch * length, length) if holds_all else (length, batch)
 
-    return max(training_stages(config.data, config.training), key=tokens)
+    return max(spans_of(config.data, config.training), key=tokens)
 
 
 def examine(config: Config, start_method: str = "forkserver") -> Report:

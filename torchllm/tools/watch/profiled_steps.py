@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from torchllm.config import Config
-from torchllm.config.stages import config_at, stage_at
+from torchllm.config.stages import of_span, span_of, spans_of
 from torchllm.facts.flops import flops_per_token
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
@@ -70,7 +70,7 @@ class ProfiledSteps(Observer):
         parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
         run.meter.write(profiled.step, {"step": profiled.step} | parts)
         if self.logs_first and not self.has_described_a_step and run.runtime.is_main:
-            config = config_at(run.config, stage_at(run.config, profiled.step))
+            config = of_span(run.config, span_of(spans_of(run.config.data, run.config.training), profiled.step))
             mfu, expected = step_mfu(run, config, seconds), None
             if mfu is not None:
                 with run.meter.pause("plan"):  # the others wait for this rank, once
