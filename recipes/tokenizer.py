@@ -42,7 +42,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Encoder
 
 from torchllm.config.schema import RAW_KINDS
-from torchllm.config.stages import span_of, spans_of, stages_of
+from torchllm.config.stages import mixture_stages, span_of, spans_of
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
 from torchllm.runtime.error_report import report_errors
@@ -91,7 +91,7 @@ def source_shares(config: TokenizerConfig) -> list[float]:
     shares = [0.0] * len(config.data.sources)
     steps, spans = config.training.steps, spans_of(config.data, config.training)
     total = span_of(spans, steps).after(steps).tokens
-    for span, mixture in zip(spans, stages_of(config.data), strict=True):
+    for span, mixture in zip(spans, mixture_stages(config.data), strict=True):
         tokens = span.after(min(span.until or steps, steps)).tokens - span.before.tokens
         for index, weight in enumerate(mixture.weights):
             shares[index] += weight / sum(mixture.weights) * max(0, tokens) / total

@@ -23,7 +23,7 @@ class Progress(NamedTuple):
 START = Progress()
 
 
-class Span(NamedTuple):
+class StageSteps(NamedTuple):
     """The steps of a stage, from a position of the run on."""
 
     key: str
@@ -42,34 +42,34 @@ class Span(NamedTuple):
         return Progress(step, self.before.sequences + sequences, tokens)
 
 
-def stages_of(data: Data) -> list[MixtureStage]:
+def mixture_stages(data: Data) -> list[MixtureStage]:
     """Return the stages with their weights, or the one that a run without stages has."""
     weights = tuple(source.weight for source in data.sources)
     return [stage if stage.weights else replace(stage, weights=weights) for stage in data.stage or [MixtureStage()]]
 
 
-def spans_of(data: Data, training: Training, position: Progress = START) -> list[Span]:
+def spans_of(data: Data, training: Training, position: Progress = START) -> list[StageSteps]:
     """Return the steps of all stages of a run that is at a position, also those after training.steps."""
     spans = []
-    for index, stage in enumerate(stages_of(data)):
+    for index, stage in enumerate(mixture_stages(data)):
         batch = stage.global_batch_size or training.global_batch_size
         length = stage.sequence_length or training.sequence_length
         until = stage.until
         if stage.until_tokens:  # the first step with as many
             until = position.steps - (position.tokens - stage.until_tokens) // (batch * length)
         of_stage = replace(training, global_batch_size=batch, sequence_length=length)
-        spans.append(Span(f"data.stage.{index}" if data.stage else "training", position, until, of_stage))
+        spans.append(StageSteps(f"data.stage.{index}" if data.stage else "training", position, until, of_stage))
         if until > position.steps:
             position = spans[-1].after(until)
     return spans
 
 
-def span_of(spans: Sequence[Span], step: int) -> Span:
+def span_of(spans: Sequence[StageSteps], step: int) -> StageSteps:
     """Return the span of a step, from 1; the first if it is before all."""
     return next((span for span in reversed(spans) if span.before.steps < step), spans[0])
 
 
-def of_span(config: C, span: Span) -> C:
+def of_span(config: C, span: StageSteps) -> C:
     """Return the config of a run with the steps of one stage alone."""
     return replace(config, training=span.training, data=replace(config.data, stage=()))
 

@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
-from torchllm.config.stages import Progress, Span, changes_size, lengths, span_of
+from torchllm.config.stages import Progress, StageSteps, changes_size, lengths, span_of
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
@@ -91,7 +91,7 @@ class _Steps(torch.utils.data.Dataset[Packed | DataError]):
         readers: Mapping[int, SequenceReader],
         order: DataOrder,
         first: int,
-        spans: Sequence[Span],
+        spans: Sequence[StageSteps],
         ranks: DataRanks,
     ) -> None:
         self.readers = readers

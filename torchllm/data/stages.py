@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torchllm.config import Data, Source, Training
-from torchllm.config.stages import START, Progress, Span, spans_of, stages_of
+from torchllm.config.stages import START, Progress, StageSteps, mixture_stages, spans_of
 from torchllm.data.order import Mixture, PlannedStage, mixture_shares, uses_in_length
 
 DEFAULT_WEIGHT = Source().weight
@@ -20,7 +20,7 @@ DEFAULT_WEIGHT = Source().weight
 
 class ContinuedStages(NamedTuple):
     stages: list[PlannedStage]
-    spans: list[Span]
+    spans: list[StageSteps]
     """the steps to come"""
     differences: list[str]
     """a line for each stage that would change the sequences so far"""
@@ -108,7 +108,7 @@ def continue_stages(
     stages: list[PlannedStage] = []
     differences = []
     *before_last, last = spans = spans_of(data, training, progress)
-    for stage, span in zip(stages_of(data), spans, strict=True):
+    for stage, span in zip(mixture_stages(data), spans, strict=True):
         length = 0 if stage.sequence_length == training.sequence_length else stage.sequence_length
         if span is last:
             end: Progress | None = START  # there is none
@@ -144,7 +144,7 @@ def tokens_of(stages: Iterable[PlannedStage], sequences: int, training: Training
     return tokens
 
 
-def steps_within(spans: Sequence[Span], sequences: int) -> int:
+def steps_within(spans: Sequence[StageSteps], sequences: int) -> int:
     """Return the last step of the run that needs no more than its first `sequences` sequences."""
     span = next((span for span in reversed(spans) if span.before.sequences <= sequences), spans[0])
     return span.before.steps + (sequences - span.before.sequences) // span.training.global_batch_size

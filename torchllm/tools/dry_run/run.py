@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchllm.config import Config, Model, Parallel, gradient_accumulation
-from torchllm.config.stages import Span, changes_size, of_span, spans_of
+from torchllm.config.stages import StageSteps, changes_size, of_span, spans_of
 from torchllm.facts.flops import recompute_interval
 from torchllm.facts.stages import stage_of_rank
 from torchllm.parallel.mesh import build_mesh
@@ -70,14 +70,14 @@ def dry_run(config: Config) -> None:
     print(as_json(report) if config.run.json else as_text(report))
 
 
-def largest_stage(config: Config) -> Span:
+def largest_stage(config: Config) -> StageSteps:
     """Return the stage whose steps need most memory: of the longest sequences, or of the most tokens.
 
     A pipeline that runs all forward passes of a step first holds all of its tokens.
     """
     holds_all = config.parallel.pp > 1 and config.parallel.schedule in ("GPipe", "LoopedBFS")
 
-    def tokens(stage: Span) -> tuple[int, int]:
+    def tokens(stage: StageSteps) -> tuple[int, int]:
         batch, length = stage.training.global_batch_size, stage.training.sequence_length
         return (batch * length, length) if holds_all else (length, batch)
 
