@@ -18,9 +18,9 @@ from torchllm.data.order import DataOrder, PlannedStage
 from torchllm.data.stages import continue_stages, limit_epochs, plan_stages, steps_within
 
 CPU = torch.device("cpu")
-TRAINING = Training(steps=12, micro_batch_size=1, global_batch_size=8, sequence_length=24)
+TRAINING = Training(steps=12, micro_batch_size=1, global_batch_size=8, sequence_length=20)
 STAGES = (
-    MixtureStage(until_tokens=400, global_batch_size=4, sequence_length=24, weights=(1.0, 0.0)),  # 5 steps
+    MixtureStage(until_tokens=430, global_batch_size=4, sequence_length=24, weights=(1.0, 0.0)),  # 5 steps
     MixtureStage(until=8, sequence_length=16, weights=(1.0, 2.0)),
     MixtureStage(sequence_length=48, global_batch_size=2),
 )
@@ -96,7 +96,7 @@ def test_a_resumed_run_ends_its_stages_at_their_tokens_with_another_batch(source
     changed = (replace(STAGES[0], global_batch_size=2), *STAGES[1:])
     resumed = loader_of(sources, stage=changed)
     resumed.load_state(state)
-    assert [len(step) for step in steps_of([resumed], 6)] == [2] * 5 + [8]  # 192 + 5 x 48 tokens are 400 or more
+    assert [len(step) for step in steps_of([resumed], 6)] == [2] * 5 + [8]  # 192 + 5 x 48 tokens are 430 or more
     assert resumed.state()["tokens"] == 192 + 5 * 48 + 8 * 16
     later = loader_of(sources, stage=(MixtureStage(until_tokens=200, weights=(1.0, 0.0)), *STAGES[1:]))
     with pytest.raises(DataError, match=r"data\.stage: up to step 8 .*\[1\.0, 0\.0\] until step 7, .* of 16 tokens"):
