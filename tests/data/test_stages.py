@@ -113,16 +113,16 @@ def test_a_length_that_a_source_does_not_have_is_named(sources: tuple[Source, ..
 def test_sizes_are_described(sources: tuple[Source, ...], caplog: pytest.LogCaptureFixture) -> None:
     loader = loader_of(sources)
     assert loader.describe_sources(12)[-3:] == [
-        "from step 1 on: 4 sequences of 24 tokens a step",
-        "from step 6 on: 8 sequences of 16 tokens a step",
-        "from step 9 on: 2 sequences of 48 tokens a step",
+        "from step 1 on: 4 sequences of 24 tokens per step",
+        "from step 6 on: 8 sequences of 16 tokens per step",
+        "from step 9 on: 2 sequences of 48 tokens per step",
     ]
     with caplog.at_level("INFO", logger="torchllm"):
         steps_of([loader], 6)
     assert "data: from step 6 on 0.333 of data.sources.0" in caplog.text
-    assert caplog.text.rstrip().endswith("; 8 sequences of 16 tokens a step")
+    assert caplog.text.rstrip().endswith("; 8 sequences of 16 tokens per step")
     plain = loader_of(sources, stage=())
-    assert not any("a step" in line for line in plain.describe_sources(12))
+    assert not any("per step" in line for line in plain.describe_sources(12))
     assert "tokens" not in plain.state()
 
 

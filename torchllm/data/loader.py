@@ -500,7 +500,7 @@ class TrainLoader:
 
 
 def _describe_size(training: Training) -> str:
-    return f"{training.global_batch_size} sequences of {training.sequence_length} tokens a step"
+    return f"{training.global_batch_size} sequences of {training.sequence_length} tokens per step"
 
 
 def _unchanged(item: Packed | DataError) -> Packed | DataError:

@@ -130,17 +130,16 @@ class Pipeline:
         for stage in stages:
             if stage.lm_head is not None:
                 stage.lm_head.recomputes_logits = recomputes_logits(training, parallel)
-        splits_backward = SCHEDULES[parallel.schedule].splits_backward
-        self.weight_gradients = [WeightGradients(stage) if splits_backward else None for stage in stages]
         input_shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
         self._connect(gradient_accumulation(training, mesh.data_size), input_shape)
 
     def _connect(self, micro_batches: int, input_shape: tuple[int, int]) -> None:
         """Make torch's schedule for steps of `micro_batches`, each of this shape on this rank, (B, S)."""
         self.micro_batches, self.input_shape = micro_batches, input_shape
+        defer_weights = SCHEDULES[self.parallel.schedule].splits_backward
         pipeline_stages = [
-            self._pipeline_stage(stage, index, deferred)
-            for index, stage, deferred in zip(self.indices, self.stages, self.weight_gradients, strict=True)
+            self._pipeline_stage(stage, index, defer_weights)
+            for index, stage in zip(self.indices, self.stages, strict=True)
         ]
         schedule = get_schedule_class(self.parallel.schedule)
         self.schedule = schedule(
@@ -152,8 +151,8 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def _pipeline_stage(self, stage: Decoder, index: int, deferred: WeightGradients | None) -> ConnectedStage:
-        """Wrap a stage for torch's schedules. index: over the whole pipeline; deferred: for zero bubble."""
+    def _pipeline_stage(self, stage: Decoder, index: int, defer_weights: bool) -> ConnectedStage:
+        """Wrap a stage for torch's schedules. index: over the whole pipeline; defer_weights: for zero bubble."""
         # FOOTGUN: without examples of both, input and output, the first step also runs a hidden forward, loss and
         # backward on uninitialized memory: a side effect of the loss or of a hook then counts garbage. Floating-point
         # examples must require gradients.
@@ -173,7 +172,7 @@ class Pipeline:
             input_args=input_example,
             output_args=output_example,
             group=self.group,
-            dw_builder=None if deferred is None else deferred.take,
+            dw_builder=WeightGradients(stage).take if defer_weights else None,
         )
 
     def _hidden_states(self) -> Tensor:
