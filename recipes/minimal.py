@@ -61,6 +61,7 @@ def main(config: Config) -> list[float]:
     for step in range(1, config.training.steps + 1):
         started = time.perf_counter()
         batches = data.next_step().unpack(device)
+        balance.begin_step(sum(batch.tokens.numel() for batch in batches))
         targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
         loss = torch.zeros((), device=device)
         for batch in batches:

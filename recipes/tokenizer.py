@@ -42,8 +42,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Encoder
 
 from torchllm.config.schema import RAW_KINDS
+from torchllm.config.stages import mixture_stages, span_of, spans_of
 from torchllm.data.error import DataError
-from torchllm.data.stages import plan_stages
 from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.signs_of_life import signs_of_life
@@ -89,12 +89,12 @@ def texts(config: TokenizerConfig, held_out: list[str]) -> Iterator[str]:
 def source_shares(config: TokenizerConfig) -> list[float]:
     """Return the share of each source in the training sequences, over all stages."""
     shares = [0.0] * len(config.data.sources)
-    begin = 0
-    for stage in plan_stages(config.data, 1):
-        end = min(stage.end or config.training.steps, config.training.steps)
-        for index, weight in enumerate(stage.weights):
-            shares[index] += weight / sum(stage.weights) * (end - begin) / config.training.steps
-        begin = end
+    steps, spans = config.training.steps, spans_of(config.data, config.training)
+    total = span_of(spans, steps).after(steps).tokens
+    for span, mixture in zip(spans, mixture_stages(config.data), strict=True):
+        tokens = span.after(min(span.until or steps, steps)).tokens - span.before.tokens
+        for index, weight in enumerate(mixture.weights):
+            shares[index] += weight / sum(mixture.weights) * max(0, tokens) / total
     return shares
 
 

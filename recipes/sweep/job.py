@@ -36,6 +36,7 @@ MEASURING = (
     "--metrics.tensorboard=false",
     "--metrics.breakdown_interval=0",
     "--evaluate.interval=0",
+    "--data.stage=[]",
     "--checkpoint.interval=0",
     "--generate.after_training=false",
     "--schedule.warmup_steps=0",

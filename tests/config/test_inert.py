@@ -89,6 +89,8 @@ CONTRADICTED: dict[
     "data.pattern": ("cl100k", {"data.tokenizer": "tokenizer.json"}, {"data.tokenizer": "tokenizer.model"}),
     "data.dtype": ("uint16", {}, {"data.sources": HEADERLESS}),
     "data.separator": (7, {}, {"data.sources": HEADERLESS}),
+    "data.fim_style": ("spm", {}, {"data.fim_rate": 0.5}),
+    "data.fim_tokens": (("a", "b", "c"), {}, {"data.fim_rate": 0.5}),
     "training.max_consecutive_nonfinite": (3, {"training.on_nonfinite": "stop"}, {}),
     "compile.norm": (True, {"model.family": "gpt"}, {}),
     "optimizer.beta1": (0.8, {"optimizer.name": "sgd"}, {}),

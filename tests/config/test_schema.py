@@ -165,7 +165,7 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
             ((MixtureStage(8, (1.0,)),), ["data.stage.0.until"]),
             ((MixtureStage(0, (1.0,)), MixtureStage(0, (1.0,))), ["data.stage.0.until"]),
             ((MixtureStage(3, (1.0,)), MixtureStage(3, (1.0,))), ["data.stage.1.until"]),
-            ((MixtureStage(3, ()), MixtureStage(0, (0.0,))), ["data.stage.0.weights", "data.stage.1.weights"]),
+            ((MixtureStage(3, (1.0, 1.0)), MixtureStage(0, (0.0,))), ["data.stage.0.weights", "data.stage.1.weights"]),
         )
     ),
 ]

@@ -127,9 +127,10 @@ def expected_pieces(source: Source, kept: set[tuple[int, ...]]) -> Counter[Any]:
 
 def test_an_epoch_has_every_document_whole_or_in_its_pieces(source: Source) -> None:
     loader = loader_of(source, batch=1)
-    assert loader._sizes[0] < 157
+    (size,) = loader._sizes[0]
+    assert size < 157
     seen: Counter[Any] = Counter()
-    for _ in range(loader._sizes[0]):
+    for _ in range(size):
         for batch in loader.next_step().unpack(CPU):
             seen.update(pieces_of(batch))
     held_out: Counter[Any] = Counter()

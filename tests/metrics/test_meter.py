@@ -93,7 +93,7 @@ def unread() -> StepResult:
 
 def test_a_record_is_the_mean_over_its_interval(clock: Clock) -> None:
     sink = RecordingSink()
-    meter = make(sink, sequences=80)
+    meter = make(sink, tokens=80 * 16)
     for step in range(1, 8):
         with meter.data_wait():
             clock.now += 0.25
@@ -125,6 +125,23 @@ def test_a_record_is_the_mean_over_its_interval(clock: Clock) -> None:
         "hfu": rate * (palm + recomputed) / 4e9,
         "skipped_steps": 2,
     }
+
+
+def test_steps_of_other_sizes_count_with_their_own(clock: Clock) -> None:
+    """Of stages of the training: the first step is logged alone, then one with two sizes in an interval."""
+    sink = RecordingSink()
+    meter = make(sink, tokens=1000, interval=3)
+    for step, (sequences, length) in enumerate([(8, 16), (8, 16), (4, 32)], 1):
+        clock.now += 1.0
+        meter.log(step, result()._replace(sequences=sequences, length=length))
+    tokens, (_, record) = {16: 128, 32: 128}, sink.records
+    assert record["tokens"] == 1000 + 3 * 128
+    assert record["tokens_per_second"] == 128
+    flops = sum(count * flops_per_token(MODEL, length) for length, count in tokens.items()) / 2
+    again = sum(count * recomputed_flops_per_token(MODEL, Recompute("full"), n) for n, count in tokens.items()) / 2
+    assert record["mfu"] == pytest.approx(flops / 4e9)
+    assert record["hfu"] == pytest.approx((flops + again) / 4e9)
+    assert flops_per_token(MODEL, 32) > flops_per_token(MODEL, 16)
 
 
 EQUAL = torch.tensor([[8, 8, 8, 8], [8, 8, 8, 8]])

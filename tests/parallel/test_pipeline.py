@@ -128,6 +128,39 @@ def test_a_step_adds_the_gradient_of_the_scaled_sum(settings: Settings) -> None:
     assert sum(losses) == pytest.approx(SCALE * sum(loss_sums), rel=1e-6)
 
 
+def check_other_sizes(settings: Settings) -> int:
+    """Check, on this rank, steps of other sizes after one of [training]'s: as if [training] had these sizes."""
+    trainer = Trainer(tiny(settings))
+    trainer.forward_backward(trainer.batches(1), torch.tensor(SCALE))
+    for sizes in ({"training.global_batch_size": 4}, {"training.sequence_length": 16}, {}):
+        other = Trainer(tiny({**settings, **sizes}))
+        gradients = []
+        for run_here in (trainer, other):
+            run_here.optimizer.zero_grad()
+            loss = run_here.forward_backward(other.batches(2), torch.tensor(SCALE))
+            gradients.append((float(loss), whole_gradients(run_here.stages)))
+        (loss, found), (expected_loss, expected) = gradients
+        assert loss == expected_loss
+        assert found.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_array_equal(found[name], expected[name], err_msg=f"{sizes} {name}")
+    return len(expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**PP2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4},
+        pytest.param({**PP2, **TIED}, marks=pytest.mark.exhaustive),
+        pytest.param({**PP2, "parallel.schedule": "Interleaved1F1B"}, marks=pytest.mark.exhaustive),
+        pytest.param({"parallel.cp": 2, "model.window": 4}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["v-shaped", "1f1b-tied", "interleaved", "ring"],
+)
+def test_a_stage_of_the_training_may_have_steps_of_other_sizes(settings: Settings) -> None:
+    assert run(check_other_sizes, 2, settings)[0] > 30
+
+
 def head_recomputes(settings: Settings) -> list[bool]:
     """Return whether this rank's head, if it has one, computes logits again in the backward pass."""
     stages = Trainer(tiny(settings)).stages

@@ -18,6 +18,7 @@ from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
+from torchllm.optim.expert_balance import find_routers
 from torchllm.optim.grad_norm import gradients
 from torchllm.parallel.initialize import initialize
 from torchllm.runtime.phase import PREFIX
@@ -88,6 +89,26 @@ def bad_micro_batch(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
         return output * bad if len(calls) == 2 and dist.get_rank() == rank else output
 
     return first_norm(rig).register_forward_hook(spoil).remove
+
+
+def sizes_of_steps(settings: Settings) -> list[tuple[int, int, int]]:
+    """Return sequences, length and the routers' tokens per step of two steps, of which the second is half a batch."""
+    rig = Rig(settings)
+    (router,) = find_routers(rig.stages).values()
+    found = []
+    for batches in (rig.halves(1), rig.halves(2)[:1]):
+        result = rig.step(1, batches)
+        found.append((result.sequences, result.length, router.tokens_per_step))
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"parallel.dp_shard": 2}, {"parallel.cp": 2}], ids=["dp2", "cp2"])
+def test_a_step_tells_its_size_also_to_routers(layout: Settings) -> None:
+    settings = {**layout, "model.experts": 4, "model.balance_loss": "sequence"}
+    if "parallel.cp" in layout:  # `halves` cuts no sequences: each rank has 8 tokens of 16
+        assert run(sizes_of_steps, 2, settings)[0] == [(8, 16, 128), (4, 16, 64)]
+    else:
+        assert run(sizes_of_steps, 2, settings) == [[(8, 8, 64), (4, 8, 32)]] * 2
 
 
 Spoil = Callable[[Rig, int, float], Callable[[], None]]

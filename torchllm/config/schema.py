@@ -649,12 +649,19 @@ class Source:
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """A part of the training with its weights of the sources."""
+    """A part of the training with its weights of the sources, its batch size and its length."""
 
     until: Natural = 0
     """last step of the stage; 0, in the last one: to the end"""
     weights: tuple[NonNegative, ...] = ()
-    """share of the training sequences of each source, in the order of data.sources; 0: none of it"""
+    """share of the training sequences of each source, in the order of data.sources; 0: none of it; empty: its
+    weight"""
+    until_tokens: Natural = 0
+    """in place of until: the last step is the first after which the run has read so many tokens"""
+    global_batch_size: Natural = 0
+    """sequences in one step; 0: training.global_batch_size"""
+    sequence_length: Natural = 0
+    """tokens in a sequence; 0: training.sequence_length, which evaluations have in any stage"""
 
 
 @dataclass(frozen=True)
@@ -686,6 +693,17 @@ class Data:
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """how texts become sequences; concatenate: one after another, cut wherever a sequence ends; best_fit: whole, cut
     only if longer than a sequence, with a little padding that is not trained"""
+    fim_rate: Fraction = 0.0
+    """share of the documents in data.sources whose middle is trained after what follows it (fill-in-the-middle); it
+    belongs to the tokens of a corpus, so sources of tokens have their own"""
+    fim_style: Annotated[Literal["psm", "spm"], Needs("data.fim_rate over 0")] = "psm"
+    """fill-in-the-middle: psm: prefix, suffix, middle; spm: suffix, then prefix and middle"""
+    fim_tokens: Annotated[tuple[str, ...], Needs("data.fim_rate over 0")] = (
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+    )
+    """special tokens of the tokenizer that are put before prefix, suffix and middle"""
     validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01
     """share of the documents (of few: the last of all tokens) that is held out for evaluation and never trained on"""
     on_bad_record: Annotated[Literal["error", "skip"], Needs(OWN_TEXT, "idle")] = "error"
@@ -1193,7 +1211,8 @@ class Config:
     @property
     def longest_text(self) -> int:
         """Tokens of the longest text that the trained model is for."""
-        return max(self.model.max_sequence_length, self.training.sequence_length)
+        of_stages = [stage.sequence_length for stage in self.data.stage]
+        return max(self.model.max_sequence_length, self.training.sequence_length, *of_stages)
 
 
 def gradient_accumulation(training: Training, data_ranks: int) -> int:

@@ -135,6 +135,10 @@ class BestFitCorpus(Corpus):
     def read_ahead(self, split: Split, numbers: Sequence[int], length: int) -> None:
         """Do nothing: where a sequence is follows from its group, which is read when it is packed."""
 
+    def with_length(self, length: int) -> "BestFitCorpus":
+        """Return the corpus with its documents packed into sequences of another length."""
+        return BestFitCorpus(self.folder, self._records, length, self._cache)
+
     def _counts(self) -> Ints:
         """Return the number of sequences of each group, those of SPLITS one after another."""
         file = self._cache / f"{self.fingerprint}-{self._length}.npy"
@@ -207,3 +211,8 @@ def pack(source: Source, sequences: SequenceSource, data: Data, length: int) -> 
         f'data.packing: "best_fit" needs whole documents, which {describe_source(source.kind, source.path)}, in files '
         'of another program, may cut between shards: set "concatenate", or prepare the text with recipes/prepare.py'
     )
+
+
+def with_length(source: SequenceSource, length: int) -> SequenceSource:
+    """Return a source of `pack` for sequences of another length."""
+    return source.with_length(length) if isinstance(source, BestFitCorpus) else source

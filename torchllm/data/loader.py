@@ -23,6 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
+from torchllm.config.stages import Progress, StageSteps, changes_size, lengths, span_of
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
@@ -35,13 +36,15 @@ from torchllm.data.packing import Packed, PackedBatches
 from torchllm.data.readers import name_source
 from torchllm.data.sequence_reader import SequenceReader
 from torchllm.data.stages import (
-    Progress,
+    ContinuedStages,
     continue_stages,
     limit_epochs,
     mixed_by_size,
     past_mixtures,
     plan_stages,
     stages_from_state,
+    steps_within,
+    tokens_of,
 )
 from torchllm.runtime.parent import end_with_starter
 
@@ -77,22 +80,25 @@ def build_loader(
 
 
 class _Steps(torch.utils.data.Dataset[Packed | DataError]):
-    """The training data of one data rank: item k is its part of the k-th step, counted from sequence `first`.
+    """The training data of one data rank: item k is its part of step `first` + k.
 
     The global batch of a step is consecutive sequences of the run. Micro batch m of data rank r has B of them, starting
-    at (m * ranks + r) * B.
+    at (m * ranks + r) * B. readers: by length.
     """
 
     def __init__(
-        self, reader: SequenceReader, order: DataOrder, first: int, training: Training, ranks: DataRanks
+        self,
+        readers: Mapping[int, SequenceReader],
+        order: DataOrder,
+        first: int,
+        spans: Sequence[StageSteps],
+        ranks: DataRanks,
     ) -> None:
-        self.reader = reader
+        self.readers = readers
         self.order = order
         self.first = first
+        self.spans = spans
         self.rank, self.ranks = ranks.rank, ranks.size
-        self.global_batch_size = training.global_batch_size
-        self.micro_batch_size = training.micro_batch_size
-        self.accumulation = gradient_accumulation(training, ranks.size)
 
     def __getitem__(self, k: int) -> Packed | DataError:
         """Return the step's micro batches, packed, or the error why they cannot be read.
@@ -100,12 +106,14 @@ class _Steps(torch.utils.data.Dataset[Packed | DataError]):
         If it were raised in a worker process, the user would see it below two tracebacks.
         """
         locations: list[Location] = []
-        for micro_batch in range(self.accumulation):
-            offset = (micro_batch * self.ranks + self.rank) * self.micro_batch_size
-            start = self.first + k * self.global_batch_size + offset
-            locations += map(self.order.locate, range(start, start + self.micro_batch_size))
+        step = self.first + k
+        span = span_of(self.spans, step)
+        first, size = span.after(step - 1).sequences, span.training.micro_batch_size
+        for micro_batch in range(gradient_accumulation(span.training, self.ranks)):
+            start = first + (micro_batch * self.ranks + self.rank) * size
+            locations += map(self.order.locate, range(start, start + size))
         try:
-            return self.reader.read("train", locations)
+            return self.readers[span.training.sequence_length].read("train", locations)
         except DataError as error:
             return error
 
@@ -158,23 +166,32 @@ class TrainLoader:
         """Read the sequences of `sources` from now on."""
         self._sources = sources
         length = self._training.sequence_length
-        sizes, fingerprints, tokenizers = [], [], set()
+        fingerprints, tokenizers = [], set()
         skipped: Counter[str] = Counter()
         for weight, source in zip(self._weights, sources, strict=True):
-            sizes.append(source.count("train", length))
             fingerprints.append([source.fingerprint, weight])
             if isinstance(source, Corpus):
                 tokenizers.add(source.header.tokenizer)
                 skipped.update(source.header.skipped)
         self.skipped: dict[str, int] = dict(skipped)
         """number of records skipped by data.on_bad_record = "skip", by error"""
-        settings = length, self._data.document_mask, self._ranks.pieces, self._depth
-        self._reader = SequenceReader(sources, *settings)
+        settings = self._data.document_mask, self._ranks.pieces, self._depth
+        self._readers: dict[int, SequenceReader] = {}
+        """by length"""
+        self._sizes: dict[int, list[int]] = {}
+        """sequences of each source, by `PlannedStage.length`"""
+        for other in lengths(self._data, length):
+            cut = sources
+            if other != length and self._data.packing == "best_fit":
+                from torchllm.data.best_fit import with_length  # most runs need none
+
+                cut = [with_length(source, other) for source in sources]
+            self._readers[other] = SequenceReader(cut, other, *settings)
+            self._sizes[0 if other == length else other] = [source.count("train", other) for source in cut]
         vars(self).pop("_held_out", None)  # of other sources
-        self._sizes = sizes
-        self._mixture = mixed_by_size(self._data, sizes) if self._counts_epochs else self._data
+        self._mixture = mixed_by_size(self._data, self._sizes[0]) if self._counts_epochs else self._data
         """settings with the sources' weights in training; `data` has the weights for held-out sequences"""
-        self._order_by(plan_stages(self._mixture, self._training.global_batch_size))
+        self._order_by(plan_stages(self._mixture, self._training))
         self._fingerprint: dict[str, Any] = {
             "sources": fingerprints,
             "tokenizer": sorted(tokenizers),
@@ -195,18 +212,18 @@ class TrainLoader:
         settings = self._training.sequence_length, self._data.document_mask, self._ranks.pieces, self._depth
         return HeldOut(evaluated, self._data, self._training, self._ranks, SequenceReader(evaluated, *settings))
 
-    def _order_by(self, stages: list[PlannedStage]) -> None:
+    def _order_by(self, planned: ContinuedStages) -> None:
         """Draw the sequences by these stages."""
-        self._stages = stages
-        self._limited = limit_epochs(stages, self._sizes, self._max_epochs)
+        self._stages, self._spans = planned.stages, planned.spans
+        self._limited = limit_epochs(planned.stages, self._sizes, self._max_epochs)
         *before, last = self._limited.stages
-        self._order = DataOrder(self._seed, self._sizes, last.weights, before)
+        self._order = DataOrder(self._seed, self._sizes[0], last.weights, before, self._sizes, last.length)
 
     def _check_epochs_left(self, steps: int) -> None:
         """Raise DataError if all sources will have had their max_epochs before step number `steps` is complete."""
         if not self._limited.end:
             return
-        possible = self._steps + (self._limited.end - self._consumed) // self._training.global_batch_size
+        possible = steps_within(self._spans, self._limited.end)
         if possible < steps:
             fewer = f", or train {possible} steps" if possible else ""
             raise DataError(
@@ -228,13 +245,15 @@ class TrainLoader:
         if isinstance(item, DataError):
             raise self._with_steps(item)
         values = torch.as_tensor(item)
-        batch = range(self._consumed, self._consumed + self._training.global_batch_size)
+        training = span_of(self._spans, self._steps + 1).training
+        batch = range(self._consumed, self._consumed + training.global_batch_size)
         if any(stage.end in batch for stage in self._limited.stages[:-1]):
-            log.info("data: from step %d on %s", self._steps + 1, self._describe_shares(batch[-1]))
-        self._consumed += self._training.global_batch_size
+            size = f"; {_describe_size(training)}" * changes_size(self._data)
+            log.info("data: from step %d on %s%s", self._steps + 1, self._describe_shares(batch[-1]), size)
+        self._consumed += training.global_batch_size
         self._steps += 1
-        accumulation = gradient_accumulation(self._training, self._ranks.size)
-        return self._reader.packed_batches(values, accumulation, self._training.micro_batch_size)
+        accumulation = gradient_accumulation(training, self._ranks.size)
+        return self._readers[training.sequence_length].packed_batches(values, accumulation, training.micro_batch_size)
 
     def _start(self) -> Iterator[Any]:
         """Start the worker processes and return an iterator over the packed steps."""
@@ -245,7 +264,7 @@ class TrainLoader:
             # torch, never a GPU. A spawned worker would import torch, for seconds and 300 MB per rank.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             loader = StatefulDataLoader(
-                _Steps(self._reader, self._order, self._consumed, self._training, self._ranks),
+                _Steps(self._readers, self._order, self._steps + 1, self._spans, self._ranks),
                 batch_size=None,  # an item is a whole step
                 sampler=range(_ENDLESS),
                 num_workers=self._workers,
@@ -279,9 +298,11 @@ class TrainLoader:
         state = {
             "sequences": self._consumed,
             "steps": self._steps,
-            "stages": self._stages,
+            "stages": [stage if stage.length else stage[:3] for stage in self._stages],
             "fingerprint": self._fingerprint,
         }
+        if any(self._sizes.keys()):
+            state["tokens"] = tokens_of(self._stages, self._consumed, self._training)
         chat = self._chat_plan()
         return state if chat is None else state | {"chat": chat}
 
@@ -328,10 +349,10 @@ class TrainLoader:
             raise DataError("the checkpoint was trained on an iterable (IterableLoader), not on data.sources")
         self.keep_sources_of(state)
         settings = (record or {}).get("config", {}).get("data", {})
-        batch = self._training.global_batch_size
-        progress = Progress(state["steps"], state["sequences"])
         saved = stages_from_state(state, len(self._sources))
-        continued = continue_stages(self._mixture_as_in(saved), batch, saved, progress)
+        sequences = state["sequences"]
+        progress = Progress(state["steps"], sequences, tokens_of(saved, sequences, self._training))
+        continued = continue_stages(self._mixture_as_in(saved), self._training, saved, progress)
         current = self._fingerprint
         if self._data.stage and not continued.differences:
             # Sources that were added since then, for later stages, are in no sequence so far.
@@ -347,12 +368,12 @@ class TrainLoader:
         self.close()
         self._consumed = progress.sequences
         self._steps = self._proven = progress.steps
-        self._order_by(continued.stages)
+        self._order_by(continued)
 
     def _limits_that_differ(self, stages: Sequence[PlannedStage], state: Mapping[str, Any]) -> list[str]:
         """Return a line if another max_epochs would change the sequences of the run that saved a state."""
         saved = state["fingerprint"].get("max_epochs", [])
-        saved = [*saved, *[0.0] * (len(self._sizes) - len(saved))]
+        saved = [*saved, *[0.0] * (len(self._max_epochs) - len(saved))]
         mixtures = []
         for limits in (saved, self._max_epochs):
             mixtures.append(past_mixtures(limit_epochs(stages, self._sizes, limits).stages, state["sequences"]))
@@ -365,7 +386,7 @@ class TrainLoader:
 
         A run with finetune.epochs draws its sources by size, others equally often; a resumed run may change that.
         """
-        for mixture in (self._mixture, self._data, mixed_by_size(self._data, self._sizes)):
+        for mixture in (self._mixture, self._data, mixed_by_size(self._data, self._sizes[0])):
             if saved[0].weights == tuple(source.weight for source in mixture.sources):
                 if mixture is not self._mixture:
                     log.info("data: the sources have the shares of the checkpoint, %s", list(saved[0].weights))
@@ -426,16 +447,17 @@ class TrainLoader:
         if any(isinstance(source, Synthetic) for source in self._sources):
             raise DataError("finetune.epochs: random tokens (data.sources of kind synthetic) have no end: set it to 0")
         applied("finetune.epochs", epochs)
-        sequences = sum(source.count("train", self._training.sequence_length) for source in self._sources)
-        steps = max(1, math.ceil(epochs * sequences / self._training.global_batch_size))
+        if len(self._sizes) > 1:
+            raise DataError("finetune.epochs: counts sequences of one length, and data.stage has several: set it to 0")
+        steps = max(1, 1 + steps_within(self._spans, math.ceil(epochs * sum(self._sizes[0])) - 1))
         self._check_epochs_left(steps)
         return steps
 
     def describe_sources(self, steps: int) -> list[str]:
         """Return a line per source, with its size and its epochs in a run of `steps` steps, and a line per stage."""
-        sequences = self._consumed + (steps - self._steps) * self._training.global_batch_size
+        sequences = span_of(self._spans, steps).after(steps).sequences
         lines = []
-        for index, source in enumerate(self._reader.sources[:_LISTED]):
+        for index, source in enumerate(self._sources[:_LISTED]):
             epochs = self._order.epochs(index, sequences)
             lines.append(f"{self._names[index]}: {source.describe()}; {epochs:.3g} epochs in {steps} steps")
         if len(self._names) > _LISTED:
@@ -447,15 +469,17 @@ class TrainLoader:
             first_step = stage.until + 1
         for index, end in self._limited.used_up:
             if self._consumed < end < sequences:
-                step = self._steps + -(-(end - self._consumed) // self._training.global_batch_size)
+                step = steps_within(self._spans, end - 1) + 1
                 lines.append(f"{self._names[index]}: leaves in step {step}, after {self._max_epochs[index]:g} epochs")
         if first_step > 1:
             lines.append(f"from step {first_step} on: {self._describe_shares(self._stages[-2].end)}")
+        for span in self._spans if changes_size(self._data) else ():
+            lines.append(f"from step {span.before.steps + 1} on: {_describe_size(span.training)}")
         return lines
 
     def corpora(self) -> dict[str, CorpusHeader]:
         """Return the descriptions of the first corpora among the sources, by name of the source."""
-        named = zip(self._names[:_LISTED], self._reader.sources, strict=False)
+        named = zip(self._names[:_LISTED], self._sources, strict=False)
         return {name: source.header for name, source in named if isinstance(source, Corpus)}
 
     def _describe_shares(self, n: int) -> str:
@@ -479,6 +503,10 @@ class TrainLoader:
         if len(rounded) > _LISTED:
             listed.append(f"and {len(rounded) - _LISTED} other sources")
         return "; ".join(listed)
+
+
+def _describe_size(training: Training) -> str:
+    return f"{training.global_batch_size} sequences of {training.sequence_length} tokens per step"
 
 
 def _unchanged(item: Packed | DataError) -> Packed | DataError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from torchllm.config import Data, Finetune, Model, Source, Training
 from torchllm.config.applied_keys import config_in_use
 from torchllm.config.schema import RAW_KINDS
+from torchllm.config.stages import lengths
 from torchllm.data.corpus import SequenceSource, ShardStream
 from torchllm.data.error import DataError
 from torchllm.data.packing import DataRanks
@@ -119,29 +120,42 @@ def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> l
         fingerprint = recorded[index] if is_recorded else ""
         folders.append(reader_of(source.kind).prepare(source, settings, fingerprint))
         if data.packing == "best_fit":
-            _open_source(source, folders[-1], settings)  # counts the sequences
+            for length in lengths(data, settings.sequence_length):
+                _open_source(source, folders[-1], settings, length)  # counts the sequences
     return folders
 
 
-def _open_source(source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
+def _open_source(source: Source, folder: str, settings: ReaderSettings, length: int) -> SequenceSource:
     sequences = reader_of(source.kind).open(source, folder, settings)
     if settings.data.packing == "concatenate":
         return sequences
     from torchllm.data.best_fit import pack  # most runs need none
 
-    return pack(source, sequences, settings.data, settings.sequence_length)
+    return pack(source, sequences, settings.data, length)
 
 
 def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[SequenceSource]:
     """Open all sources; `folders`: of `_prepare`. Raises DataError if a source has no sequence to train on, or none."""
     opened = []
     for (key, source), folder in zip(data.all_sources.items(), folders, strict=True):
-        sequences = _open_source(source, folder, settings)
-        splits: tuple[Split, ...] = ("train",) if key.startswith("data.sources") else ("train", "validation")
-        if not any(sequences.count(split, settings.sequence_length) for split in splits):
-            raise DataError(
-                f"{key.rpartition('.')[0]}: {source.path or source.kind!r} is shorter than one sequence of "
-                f"training.sequence_length = {settings.sequence_length} tokens: lower it, or read more text"
-            )
-        opened.append(sequences)
+        is_trained = key.startswith("data.sources")
+        splits: tuple[Split, ...] = ("train",) if is_trained else ("train", "validation")
+        by_length = []
+        for length, key_of_length in lengths(data if is_trained else Data(), settings.sequence_length).items():
+            by_length.append(_open_source(source, folder, settings, length))
+            if not any(_count(by_length[-1], split, length, key_of_length) for split in splits):
+                raise DataError(
+                    f"{key.rpartition('.')[0]}: {source.path or source.kind!r} is shorter than one sequence of "
+                    f"{key_of_length} = {length} tokens: lower it, or read more text"
+                )
+        opened.append(by_length[0])
     return opened
+
+
+def _count(source: SequenceSource, split: Split, length: int, key: str) -> int:
+    """Return the number of sequences of a length that `key` sets. Raises DataError if it can only have another one."""
+    try:
+        return source.count(split, length)
+    except DataError as error:
+        of_stage = f"{key} = {length}: " * key.startswith("data.stage")
+        raise DataError(f"{of_stage}{error}") from None

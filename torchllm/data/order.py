@@ -10,10 +10,11 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -187,6 +188,16 @@ class PlannedStage(NamedTuple):
     """number of the run's sequences up to the end of the stage; 0: to the end of the run"""
     weights: tuple[float, ...]
     """share of each source; 0: not drawn"""
+    length: int = 0
+    """tokens in a sequence; 0: those of training.sequence_length"""
+
+
+def uses_in_length(used: Sequence[int], sizes: Sequence[int], new_sizes: Sequence[int]) -> list[int]:
+    """Return the numbers of sequences of another length that are as large a part of the sources, rounded up.
+
+    used: of each source, in sequences of which it has `sizes`; it has `new_sizes` of the other length.
+    """
+    return [-(-count * new // old) for count, old, new in zip(used, sizes, new_sizes, strict=True)]
 
 
 class _OrderedStage(NamedTuple):
@@ -197,6 +208,8 @@ class _OrderedStage(NamedTuple):
     mixture: Mixture
     used: list[int]
     """number of sequences of each source before it"""
+    sizes: Sequence[int]
+    """number of sequences of each source"""
 
 
 class Location(NamedTuple):
@@ -212,40 +225,53 @@ class Location(NamedTuple):
 class DataOrder:
     """The order of a run over sources of `sizes` sequences each (all at least 1).
 
-    A stage continues each source where the previous stage stopped, so that no sequence repeats within an epoch.
+    A stage continues each source where the previous stage stopped, so that no sequence repeats within an epoch. One of
+    another length continues with the same part of the epoch, of other sequences in another order.
     """
 
     def __init__(
-        self, seed: int | str, sizes: Sequence[int], weights: Sequence[float], stages: Sequence[PlannedStage] = ()
+        self,
+        seed: int | str,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        stages: Sequence[PlannedStage] = (),
+        sizes_of_length: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        length: int = 0,
     ) -> None:
-        """Draw by the weights of each of `stages`, in order, and then by `weights` without end."""
+        """Draw by the weights of each of `stages`, in order, and then by `weights` in a `length` without end.
+
+        sizes_of_length: by the length of stages that have another one.
+        """
         self._seed = seed
         self._sizes = list(sizes)
         self._stages: list[_OrderedStage] = []
         self._ends = [stage.end for stage in stages]
-        first, used = 0, [0] * len(sizes)
-        for stage in stages:
+        first, used, before = 0, [0] * len(sizes), self._sizes
+        for stage in [*stages, PlannedStage(0, 0, tuple(weights), length)]:
             mixture = Mixture(stage.weights)
-            self._stages.append(_OrderedStage(first, mixture, used))
+            own_sizes = list(sizes_of_length.get(stage.length, sizes))
+            used = uses_in_length(used, before, own_sizes)
+            self._stages.append(_OrderedStage(first, mixture, used, own_sizes))
             used = [count + mixture.uses(source, stage.end - first) for source, count in enumerate(used)]
-            first = stage.end
-        self._stages.append(_OrderedStage(first, Mixture(weights), used))
+            first, before = stage.end, own_sizes
 
     def locate(self, n: int) -> Location:
         """Return the place of the n-th sequence of the run, n >= 0."""
         stage = self._stages[bisect_right(self._ends, n)]
         source, earlier = stage.mixture.slot(n - stage.first)
-        epoch, i = divmod(stage.used[source] + earlier, self._sizes[source])
-        return Location(source, epoch, _permutation(self._sizes[source], self._seed, source, epoch)(i))
+        size = stage.sizes[source]
+        epoch, i = divmod(stage.used[source] + earlier, size)
+        return Location(source, epoch, _permutation(size, self._seed, source, epoch)(i))
 
     def uses(self, source: int, end: int) -> int:
-        """Return the number of sequences of a source among the first `end` sequences of the run."""
+        """Return how many of a source are among the run's first `end` sequences, in the length of the last of them."""
         stage = self._stages[bisect_right(self._ends, end)]
         return stage.used[source] + stage.mixture.uses(source, end - stage.first)
 
     def epochs(self, source: int, sequences: int) -> float:
         """Return the number of epochs over a source in the first `sequences` sequences of the run."""
-        return self.uses(source, sequences) / self._sizes[source]
+        stage = self._stages[bisect_right(self._ends, sequences)]
+        return self.uses(source, sequences) / stage.sizes[source]
 
     def _sequence(self, source: int, use: int) -> int | None:
         """Return the sequence of the run that is a source's number `use`, from 0; None if there is none."""

@@ -54,6 +54,9 @@ class Tokenizer(Protocol):
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, without begin and end."""
 
+    def special_id(self, name: str) -> int | None:
+        """Return the id of a special token, which no text has; None if there is none of this name."""
+
     def find_cut(self, text: str, start: int) -> int:
         """Return the last place after `start` to cut a long text (see `pieces`); 0 if there is none."""
 
@@ -162,6 +165,9 @@ class ByteTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text: the same ids as the encoding's, without its search for merges."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def special_id(self, name: str) -> int | None:
+        return None  # for others than begin and end
 
     def find_cut(self, text: str, start: int) -> int:
         """Return the end of the text: bytes do not depend on each other."""

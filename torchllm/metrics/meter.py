@@ -66,8 +66,10 @@ import os
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,12 +109,12 @@ class Meter:
         check_owner: Callable[[], None] = lambda: None,
         console: Console | None = None,
         spend: Callable[[str, float], None] = lambda cause, seconds: None,
-        sequences: int = 0,
+        tokens: int = 0,
         has_logits_again: bool = False,
         trained: TrainedParameters = ALL_TRAINED,
         loads_file: Sink | None = None,
     ) -> None:
-        """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
+        """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). tokens: read before.
         has_logits_again: of `facts.flops.recomputes_logits`. trained: decides how many gradients there are.
 
         check_owner: raises if another job owns the run folder by now; called before anything is written. spend: called
@@ -128,10 +130,10 @@ class Meter:
         self.check_owner = check_owner
         self.console = console
         self.spend = spend
-        self.sequences = sequences
-        length = training.sequence_length
+        self.tokens = tokens
         self.trained = trained
-        self.recomputed = recomputed_flops_per_token(model, recompute, length, has_logits_again)
+        self.recomputed = partial(recomputed_flops_per_token, model, recompute, has_logits_again=has_logits_again)
+        """FLOPs of recomputation per token, by the length of sequences"""
         self.loads_file = loads_file
         self.loads: ExpertLoads | None = None
         """of the experts, in the last logged step"""
@@ -199,7 +201,8 @@ class Meter:
         only, so it may be on the device. ValueError if the record has one of its keys.
         """
         self.steps += 1
-        self.sequences += self.training.global_batch_size
+        length = result.length or self.training.sequence_length
+        self.tokens_of[length] += length * (result.sequences or self.training.global_batch_size)
         self.pairs = self.pairs + result.pairs
         self.targets = self.targets + result.tokens
         due = step % self.config.log_interval == 0 or step == self.training.steps
@@ -258,24 +261,27 @@ class Meter:
         values = torch.cat((scalars, *routing)).tolist()
         loss, grad_norm, skipped, pairs, targets, *other_losses = values[: len(tensors)]
         seconds = time.perf_counter() - self.interval_started - self.paused_seconds
-        length = self.training.sequence_length
-        tokens = self.steps * self.training.global_batch_size * length
+        tokens = self.tokens_of.total()
+        self.tokens += tokens
         tokens_per_second = tokens / seconds
-        model_flops = flops_per_token(self.model, length, trained=self.trained)
-        unmasked_flops = flops_per_token(self.model, length, pairs / tokens, self.trained)
+        of_length = {length: share / tokens for length, share in self.tokens_of.items()}
+        flops = partial(flops_per_token, self.model, trained=self.trained)
+        model_flops = sum(share * flops(length) for length, share in of_length.items())
+        unmasked_flops = sum(share * flops(length, pairs=pairs / tokens) for length, share in of_length.items())
+        recomputed = sum(share * self.recomputed(length) for length, share in of_length.items())
         record: Record = {
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": result.learning_rate,
-            "tokens": self.sequences * length,
+            "tokens": self.tokens,
             "tokens_per_second": tokens_per_second,
             "targets_per_second": targets / seconds,
             "step_seconds": seconds / self.steps,
             "data_seconds": self.data_wait_seconds / self.steps,
             "mfu": self.utilization(tokens_per_second * model_flops),
             "mfu_unmasked": self.utilization(tokens_per_second * unmasked_flops),
-            "hfu": self.utilization(tokens_per_second * (model_flops + self.recomputed)),
+            "hfu": self.utilization(tokens_per_second * (model_flops + recomputed)),
             "memory_gib": memory_gib(self.device),
             "skipped_steps": int(skipped),
         }
@@ -306,6 +312,8 @@ class Meter:
     def start_interval(self) -> None:
         """Start the clock of the steps up to the next logged one."""
         self.steps = 0
+        self.tokens_of = Counter[int]()
+        """tokens, by the length of their sequences"""
         self.pairs = torch.zeros_like(self.pairs)
         self.targets = torch.zeros_like(self.targets)
         self.data_wait_seconds = 0.0

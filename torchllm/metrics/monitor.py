@@ -69,6 +69,7 @@ class Monitor:
         self.config, self.change = config, None
         if unread_keys:
             log.warning("set, but torchllm does not read them here, only this recipe may: %s", ", ".join(unread_keys))
+        read = data.state()
         self.meter = Meter(
             config.metrics,
             config.model,
@@ -82,7 +83,7 @@ class Monitor:
             console=Console(training.steps, start) if runtime.is_main else None,
             check_owner=runtime.check_owner,
             spend=self._spend,
-            sequences=data.state()["sequences"],
+            tokens=read.get("tokens", read["sequences"] * training.sequence_length),
             has_logits_again=recomputes_logits(training, config.parallel),
             trained=config.trained,
         )

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.config import Training
-from torchllm.config.applied_keys import applied, needs_state
+from torchllm.config.applied_keys import applied, config_in_use, needs_state
+from torchllm.config.errors import UserError
+from torchllm.config.stages import changes_size
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.local_tensor import local_tensor
 
@@ -49,7 +51,11 @@ class ExpertBalance:
     """Balances the routers of this rank's stages; does nothing for a model without experts."""
 
     def __init__(self, stages: Sequence[Decoder], training: Training) -> None:
-        """Set the number of tokens per step in the routers. Call it when the stages are materialized."""
+        """Set the number of tokens per step in the routers. Call it when the stages are materialized.
+
+        Where it changes (`global_batch_size` or `sequence_length` of a data.stage), `begin_step` sets it.
+        """
+        self.must_begin_steps = changes_size(config_in_use().data)
         self.model = stages[0].model
         self.routers = find_routers(stages) if self.model.experts else {}
         """router by index of its block"""
@@ -66,6 +72,12 @@ class ExpertBalance:
             applied(f"model.{key}", getattr(self.model, key))
         needs_state("model.balance_loss", self.tensors)
 
+    def begin_step(self, tokens: int) -> None:
+        """Set the number of tokens in the step, of all ranks."""
+        self.must_begin_steps = False
+        for router in self.routers.values():
+            router.tokens_per_step = tokens
+
     @torch.no_grad()
     def finish_step(self, applied: Tensor, *, sums: Tensor | None = None) -> StepRouting | None:
         """Update biases and shares from the tokens routed since the last call; return statistics, None without experts.
@@ -80,6 +92,8 @@ class ExpertBalance:
                 dist.all_reduce(sums)
         if sums is None:
             return None
+        if self.must_begin_steps:
+            raise UserError("data.stage: steps have other sizes: call ExpertBalance.begin_step, or remove these keys")
         routing = self._statistics(sums)
         for index, router in self.routers.items():
             tokens = routing.tokens_per_expert[self.row_of[index]]

@@ -114,8 +114,7 @@ class Pipeline:
         self.scale: Tensor
         """of the losses of the current step"""
 
-        self.input_shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
-        self.hidden_states = partial(empty_hidden_states, self.input_shape, stages[0], parallel, dtype)
+        self.parallel, self.dtype = parallel, dtype
         self.forward_in_turn = partial(forward_in_turn, stages, mesh.pp, parallel, dtype)
 
         self.tied_weights: list[TiedWeight] = []  # collected now, while the weights are sharded
@@ -131,14 +130,21 @@ class Pipeline:
         for stage in stages:
             if stage.lm_head is not None:
                 stage.lm_head.recomputes_logits = recomputes_logits(training, parallel)
-        defer_weights = SCHEDULES[parallel.schedule].splits_backward
+        input_shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
+        self._connect(gradient_accumulation(training, mesh.data_size), input_shape)
+
+    def _connect(self, micro_batches: int, input_shape: tuple[int, int]) -> None:
+        """Make torch's schedule for steps of `micro_batches`, each of this shape on this rank, (B, S)."""
+        self.micro_batches, self.input_shape = micro_batches, input_shape
+        defer_weights = SCHEDULES[self.parallel.schedule].splits_backward
         pipeline_stages = [
-            self._pipeline_stage(stage, index, defer_weights) for index, stage in zip(self.indices, stages, strict=True)
+            self._pipeline_stage(stage, index, defer_weights)
+            for index, stage in zip(self.indices, self.stages, strict=True)
         ]
-        schedule = get_schedule_class(parallel.schedule)
+        schedule = get_schedule_class(self.parallel.schedule)
         self.schedule = schedule(
             pipeline_stages[0] if issubclass(schedule, PipelineScheduleSingle) else pipeline_stages,
-            n_microbatches=gradient_accumulation(training, mesh.data_size),
+            n_microbatches=micro_batches,
             loss_fn=self._scaled_loss,
             # FOOTGUN: the default, True, silently divides the gradients by the number of micro batches. The loss's
             # scale, one over the global token count, is the whole normalization.
@@ -153,11 +159,11 @@ class Pipeline:
         if index == 0:
             input_example = torch.empty(self.input_shape, dtype=torch.int64, device=self.device)
         else:
-            input_example = self.hidden_states().requires_grad_()
+            input_example = self._hidden_states().requires_grad_()
         if index == self.last:
             output_example = torch.empty((), device=self.device).requires_grad_()
         else:
-            output_example = self.hidden_states().requires_grad_()
+            output_example = self._hidden_states().requires_grad_()
         return ConnectedStage(
             stage,
             index,
@@ -169,6 +175,9 @@ class Pipeline:
             dw_builder=WeightGradients(stage).take if defer_weights else None,
         )
 
+    def _hidden_states(self) -> Tensor:
+        return empty_hidden_states(self.input_shape, self.stages[0], self.parallel, self.dtype)
+
     def _scaled_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """Scale the last stage's output, which is the loss already. Pure: torch may call it more than once."""
         return loss * self.scale
@@ -176,6 +185,9 @@ class Pipeline:
     def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """See `ForwardBackward`."""
         self.scale = scale
+        size, length = batches[0].tokens.shape
+        if (len(batches), (size, length)) != (self.micro_batches, self.input_shape):  # of another data.stage
+            self._connect(len(batches), (size, length))
         for tied in self.tied_weights:
             if not tied.on_first_stage:
                 tied.weight.grad = None  # the first stage's copy holds the sum over earlier calls

@@ -18,6 +18,7 @@ import torch
 
 from torchllm.config import Data, Model, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
+from torchllm.config.stages import changes_size
 from torchllm.data.batch import Batch
 from torchllm.data.corpus import Window
 from torchllm.data.corpus_header import CorpusHeader
@@ -223,6 +224,8 @@ class IterableLoader:
         reads the trained examples again and skips them.
         """
         applied("data.document_mask", data.document_mask)
+        if changes_size(data):
+            raise DataError("data.stage: an iterable gives steps of one size: remove its batch sizes and lengths")
         self.skipped: dict[str, int] = {}
         self._training, self._ranks, self._document_mask = training, ranks, data.document_mask
         self._pieces = ranks.pieces.positions(training.sequence_length)

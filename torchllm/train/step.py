@@ -53,6 +53,10 @@ class StepResult(NamedTuple):
     """mean loss of the tokens further ahead, per target token, float32 (); None: model.mtp_depth is 0"""
     padding: "Padding | None" = None
     """what the dispatch of experts cost; None: it is exact"""
+    sequences: int = 0
+    """of all ranks; 0: training.global_batch_size"""
+    length: int = 0
+    """tokens in a sequence; 0: training.sequence_length"""
 
 
 class _OverAllRanks(NamedTuple):
@@ -132,6 +136,9 @@ class TrainStep:
         heartbeat().step = step
         set_mode(self.optimizer, "train")
         tokens, pairs = self._count(batches)
+        size, length_here = batches[0].tokens.shape
+        sequences, length = len(batches) * size * self.mesh.data_size, length_here * self.mesh.cp.size()
+        self.expert_balance.begin_step(sequences * length)
         learning_rate = float(self.learning_rate(step))
         if not 0 <= learning_rate < math.inf:
             raise UserError(f"step {step}: the learning rate is {learning_rate}: it must be a number of at least 0")
@@ -152,6 +159,8 @@ class TrainStep:
             consecutive=self.longest_run,
             routing=done.routing,
             padding=None if self.capacities is None else self.capacities.padding,
+            sequences=sequences,
+            length=length,
             **done.losses,
         )
 

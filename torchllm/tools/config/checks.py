@@ -9,7 +9,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 
 from torchllm.config.paths import is_url
-from torchllm.config.schema import Config, Data, Generate, Run, Source
+from torchllm.config.schema import RAW_KINDS, Config, Data, Generate, Run, Source, Training
+from torchllm.config.stages import lengths, spans_of
 from torchllm.facts.parts.part import WIDEST_HEAD, found
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import layout_problems
@@ -71,7 +72,6 @@ def _problems_if(has_part: bool, name: str, config: Config) -> Iterable[ConfigEr
 def model_problems(config: Config) -> Iterator[ConfigError]:
     """Check [model], or a kind of its blocks, without experts."""
     model = config.model
-    length = config.training.sequence_length
     if not model.head_dim and model.hidden % model.heads:
         yield config_error(
             "model.heads", f"{model.heads} heads do not divide hidden {model.hidden}; set model.head_dim"
@@ -92,10 +92,9 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
     yield from _problems_if(model.block != "", "block_problems", config)
     if model.heads % model.kv:
         yield config_error("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
-    if model.features.learned_positions and length > model.max_sequence_length:
-        yield config_error(
-            "training.sequence_length", f"{length} is over model.max_sequence_length {model.max_sequence_length}"
-        )
+    for length, key in lengths(config.data, config.training.sequence_length).items():
+        if model.features.learned_positions and length > model.max_sequence_length:
+            yield config_error(key, f"{length} is over model.max_sequence_length {model.max_sequence_length}")
     if model.rope_high_frequency_factor <= model.rope_low_frequency_factor:
         yield config_error("model.rope_high_frequency_factor", "must be over model.rope_low_frequency_factor")
     if model.rope_beta_fast < model.rope_beta_slow:
@@ -153,7 +152,14 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
             )
     if any(source.kind == "nanogpt" for source in config.data.all_sources.values()):
         yield from _nanogpt_problems(config.data)
-    yield from _mixture_problems(config.data, config.training.steps)
+    yield from _mixture_problems(config.data, config.training)
+    if len(config.data.fim_tokens) != 3:
+        yield config_error("data.fim_tokens", "must be 3 names: of the tokens before prefix, suffix and middle")
+    for index, source in enumerate(config.data.sources):
+        if config.data.fim_rate and (source.messages_key or source.kind not in RAW_KINDS):
+            what = "holds conversations" if source.messages_key else "has its tokens already"
+            cure = "set it for recipes/prepare.py with the texts alone, then 0"
+            yield config_error("data.fim_rate", f"cuts documents of text, and data.sources.{index} {what}: {cure}")
     if config.evaluate.interval and not config.data.validation_fraction and not config.data.validation:
         cure = "set data.validation_fraction, or name a source in [[data.validation]]"
         yield config_error("evaluate.interval", f"nothing is held out: {cure}")
@@ -167,27 +173,31 @@ def _nanogpt_problems(data: Data) -> Iterator[ConfigError]:
         yield config_error("data.separator", "is not set, and nanoGPT's files do not say it: 50256 for GPT-2")
 
 
-def _mixture_problems(data: Data, steps: int) -> Iterator[ConfigError]:
-    """Check the stages of the mixture."""
-    before = 0
-    for index, stage in enumerate(data.stage):
-        key = f"data.stage.{index}"
+def _mixture_problems(data: Data, training: Training) -> Iterator[ConfigError]:
+    """Check weights and ends of the stages."""
+    steps = training.steps
+    for index, (stage, span) in enumerate(zip(data.stage, spans_of(data, training), strict=False)):
+        key, until, before = span.key, span.until, span.before.steps
         is_last = index == len(data.stage) - 1
-        if len(stage.weights) != len(data.sources):
+        if stage.weights and len(stage.weights) != len(data.sources):
             yield config_error(
                 f"{key}.weights", f"has {len(stage.weights)} numbers: give one for each of {len(data.sources)} sources"
             )
-        elif not any(stage.weights):
+        elif stage.weights and not any(stage.weights):
             yield config_error(f"{key}.weights", "is 0 for every source: one must be over 0")
-        if is_last and stage.until == 0:
+        if is_last and until == 0:
             continue
-        if stage.until <= before:
-            yield config_error(f"{key}.until", f"= {stage.until} is not after step {before}, where the stage begins")
-        elif is_last and stage.until < steps:
+        name, at = "until", f"= {until} is"
+        if stage.until_tokens:
+            name, at = "until_tokens", f"= {stage.until_tokens} tokens are read by step {until}, which is"
+        if stage.until and stage.until_tokens:
+            yield config_error(f"{key}.until", "and until_tokens both end the stage: remove one of them")
+        elif until <= before:
+            yield config_error(f"{key}.{name}", f"{at} not after step {before}, where the stage begins")
+        elif is_last and until < steps:
             yield config_error(
-                f"{key}.until", f"= {stage.until} is before the last step, {steps}: set it to 0, or add a stage"
+                f"{key}.{name}", f"{at} before the last step, {steps}: set it to 0, or training.steps, or add a stage"
             )
-        before = stage.until
 
 
 def _schedule_problems(config: Config) -> Iterator[ConfigError]:

@@ -97,4 +97,6 @@ def _unmet_need(draft: Draft[Any], ranks: Ranks) -> str:
     unfit = {problem.key for problem in layout_problems(draft.config, ranks.world)}
     if "training.global_batch_size" in unfit:
         return f"cannot share the batch of {draft.config.training.global_batch_size} sequences"
+    if stages := sorted(key for key in unfit if key.startswith("data.stage")):
+        return f"cannot share a step of {stages[0].rpartition('.')[0]}"
     return "do not divide into the degrees of [parallel]"

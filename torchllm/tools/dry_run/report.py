@@ -61,6 +61,8 @@ class Report(NamedTuple):
     hardware: Hardware | None
     micro_batches: int
     kinds: list[RankKind]
+    stage: str = ""
+    """the stage of the training that was traced; empty: all have steps of one size"""
 
     def link(self, axis: MeshAxis) -> Link | None:
         """Return the slowest link between the ranks of an axis; None if it is unknown."""
@@ -221,6 +223,8 @@ def _table(rows: Iterator[list[str]]) -> list[str]:
 def assumptions(report: Report) -> Iterator[str]:
     """Yield the assumptions behind the figures, a line each."""
     config = report.config
+    if report.stage:
+        yield f"a step of {report.stage}, the largest: stages have steps of other sizes"
     chosen = ""
     if config.training.dtype == "auto":
         chosen = ", which auto is there" if report.hardware else ", as here"

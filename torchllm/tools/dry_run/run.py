@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchllm.config import Config, Model, Parallel, gradient_accumulation
+from torchllm.config.stages import StageSteps, changes_size, of_span, spans_of
 from torchllm.facts.flops import recompute_interval
 from torchllm.facts.stages import stage_of_rank
 from torchllm.parallel.mesh import build_mesh
@@ -61,9 +62,26 @@ def dry_run(config: Config) -> None:
     logging.getLogger("torchllm.parallel").setLevel(logging.WARNING)  # or it logs the techniques per kind of rank
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a GPU starts no CUDA, which forbids forks
     gc.freeze()  # a collection need not look through all of torch again
+    stage = largest_stage(config)
     with signs_of_life("dry run"):
-        report = examine(config, "fork")  # nothing was computed here yet, so a fork need not import torch again
+        report = examine(of_span(config, stage), "fork")  # nothing was computed: a fork need not import torch again
+    if changes_size(config.data):
+        report = report._replace(stage=stage.key)
     print(as_json(report) if config.run.json else as_text(report))
+
+
+def largest_stage(config: Config) -> StageSteps:
+    """Return the stage whose steps need most memory: of the longest sequences, or of the most tokens.
+
+    A pipeline that runs all forward passes of a step first holds all of its tokens.
+    """
+    holds_all = config.parallel.pp > 1 and config.parallel.schedule in ("GPipe", "LoopedBFS")
+
+    def tokens(stage: StageSteps) -> tuple[int, int]:
+        batch, length = stage.training.global_batch_size, stage.training.sequence_length
+        return (batch * length, length) if holds_all else (length, batch)
+
+    return max(spans_of(config.data, config.training), key=tokens)
 
 
 def examine(config: Config, start_method: str = "forkserver") -> Report:

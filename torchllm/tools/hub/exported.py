@@ -100,6 +100,8 @@ def tokens_seen(manifest: Manifest) -> int | None:
     """Return the training tokens behind a checkpoint, None if its record does not say."""
     sequences = manifest.data.get("sequences")
     training = manifest.record.get("config", {}).get("training", {})
+    if isinstance(tokens := manifest.data.get("tokens"), int):  # sequences have several lengths
+        return tokens
     if isinstance(sequences, int) and "sequence_length" in training:
         return sequences * int(training["sequence_length"])
     return None

@@ -49,7 +49,11 @@ def plan_corpus(
             f"set it to {tokenizer.vocab} or more"
         )
     is_first = rules is Rules.FIRST
-    chat = None
+    fim = chat = None
+    if data.fim_rate and source in data.sources:  # data.validation stays whole
+        from torchllm.tools.prepare.fill_in_the_middle import plan_fim  # most text has none
+
+        fim = plan_fim(data, tokenizer, vocab)
     if source.messages_key:
         if finetune is None:
             raise DataError(f"data.sources: {source.path!r} holds conversations: train on them by recipes/finetune.py")
@@ -81,6 +85,7 @@ def plan_corpus(
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
         shard_mib=shard_mib,
         chat=chat,
+        fim=fim,
         reads_calls=rules > Rules.ALL_FILES and chat is not None and may_write_calls(chat.template),
     )
 

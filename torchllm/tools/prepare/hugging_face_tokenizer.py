@@ -135,6 +135,10 @@ class HuggingFaceTokenizer:
         found: int | None = next((token for token in ids if token is not None), None)
         return found
 
+    def special_id(self, name: str) -> int | None:
+        added = self.encoding.get_added_tokens_decoder()
+        return next((id_ for id_, token in added.items() if token.content == name), None)
+
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         encodings = self.encoding.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]

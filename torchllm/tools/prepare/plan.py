@@ -13,8 +13,9 @@ from torchllm.data.corpus_header import FORMAT
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.tools.prepare.source_files import SourceFile
 
-if TYPE_CHECKING:  # text has none
+if TYPE_CHECKING:  # most text has none
     from torchllm.tools.prepare.chat.plan import ChatPlan
+    from torchllm.tools.prepare.fill_in_the_middle import FillInTheMiddle
 
 LoadTokenizer = Callable[[], Tokenizer]
 """a call of `load_tokenizer` that can be sent to other processes, which a tokenizer cannot"""
@@ -64,6 +65,9 @@ class CorpusPlan:
     """whether tool calls and tools become objects with the keys of their row (see `chat.calls`); earlier versions left
     them as they were. False, too, where the chat template writes neither"""
 
+    fim: "FillInTheMiddle | None" = None
+    """None: documents are written as they are"""
+
     @property
     def drops_absent_keys(self) -> bool:
         """Whether an object of a row has null for keys that only other rows have, and loses them."""
@@ -77,7 +81,7 @@ class CorpusPlan:
             del fields["revision"]  # other sources have the key that they had before this field was added
         if self.chat is None:
             del fields["chat"]  # as above
-        for name in ("held_out", "last_tokens", "reads_calls"):
+        for name in ("held_out", "last_tokens", "reads_calls", "fim"):
             if not fields[name]:
                 del fields[name]  # as above
         for name in _LATER_SOURCE_FIELDS:

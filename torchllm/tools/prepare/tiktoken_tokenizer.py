@@ -129,6 +129,7 @@ class TiktokenTokenizer:
         )
         self.name = str(path)
         self.split = vocabulary.split
+        self.special_id = vocabulary.special.get
         self.vocab = self.encoding.n_vocab
         self.end = vocabulary.special[vocabulary.end]
         begin = vocabulary.special[vocabulary.begin]

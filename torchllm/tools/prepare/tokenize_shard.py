@@ -166,12 +166,13 @@ class ShardWriter:
     def _write_batch(self, batch: Sequence[TextRecord]) -> None:
         """Tokenize and write short records."""
         beat("tokenizing")
-        encoded = iter(self._encode([record.text for record in batch if not record.fault and record.ids is None]))
-        for record in batch:
+        parts = [self._parts(record) for record in batch]
+        encoded = iter(self._encode([text for texts in parts for text in texts]))
+        for record, texts in zip(batch, parts, strict=True):
             if record.fault:
                 self.skip(record)
                 continue
-            ids = next(encoded) if record.ids is None else record.ids
+            ids = self._joined([next(encoded) for _ in texts]) if record.ids is None else record.ids
             if ids is None:
                 self.skip(record._replace(fault=UNTOKENIZED))
                 continue
@@ -183,10 +184,29 @@ class ShardWriter:
             if record.ids is None:
                 ids = np.concatenate([self._begin, ids, self._end], dtype=self._end.dtype, casting="unsafe")
                 self.text_bytes += record.size
+            elif self._plan.fim is not None:
+                raise DataError(
+                    f"{record.origin.describe()}: data.fim_rate cuts text, and this is token ids: set it to 0"
+                )
             else:
                 self.counts.update({READY: 1, ENDED: int(ids[-1] == self.tokenizer.end)})
             self.split_of(record).add(ids.astype(self._end.dtype, copy=False))
         self.report(sum(record.size for record in batch))
+
+    def _parts(self, record: TextRecord) -> list[str]:
+        """Return the texts of a short record that are tokenized one by one: all of it, or three (`FillInTheMiddle`)."""
+        if record.fault or record.ids is not None:
+            return []
+        if self._plan.fim is None or self.split_of(record) is not self.splits[0]:
+            return [record.text]
+        return self._plan.fim.cut(record.text, record.text_hash)
+
+    def _joined(self, parts: Sequence[Ids | None]) -> Ids | None:
+        """Return the ids of a document, given those of each of its parts; None if the tokenizer failed on one."""
+        known = [ids for ids in parts if ids is not None]
+        if len(known) < len(parts):
+            return None
+        return known[0] if self._plan.fim is None else self._plan.fim.join(known)
 
     def _write_long(self, record: TextRecord) -> None:
         """Tokenize and write a record in pieces; written pieces are removed if one of them has a fault."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torchllm.config import Model
+from torchllm.config.stages import span_of, spans_of
 from torchllm.facts.flops import active_parameter_count, parameter_count, trained_parameter_count
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
@@ -74,9 +75,14 @@ def _describe(run: ObservedRun) -> None:
             line = "; ".join([line, *describe_corpus(header, in_detail=False)])
         log.info("%s", line)
     note_sources(run.runtime.folder / "sources.txt", sources, data.corpora())
-    tokens_per_step = training.global_batch_size * training.sequence_length
     if start < training.steps:
-        tokens = f"{(training.steps - start) * tokens_per_step:,} tokens, {tokens_per_step:,} per step"
+        spans = spans_of(config.data, training)
+        begin, second, before_last, end = (
+            span_of(spans, step).after(step).tokens for step in (start, start + 1, training.steps - 1, training.steps)
+        )
+        first, last = second - begin, end - before_last
+        per_step = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        tokens = f"{end - begin:,} tokens, {per_step} per step"
         log.info("steps %d to %d: %s", start + 1, training.steps, tokens)
 
 

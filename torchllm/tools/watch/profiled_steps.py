@@ -8,6 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from torchllm.config import Config
+from torchllm.config.stages import of_span, span_of, spans_of
 from torchllm.facts.flops import flops_per_token
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
@@ -69,10 +70,11 @@ class ProfiledSteps(Observer):
         parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
         run.meter.write(profiled.step, {"step": profiled.step} | parts)
         if self.logs_first and not self.has_described_a_step and run.runtime.is_main:
-            mfu, expected = step_mfu(run, seconds), None
+            config = of_span(run.config, span_of(spans_of(run.config.data, run.config.training), profiled.step))
+            mfu, expected = step_mfu(run, config, seconds), None
             if mfu is not None:
                 with run.meter.pause("plan"):  # the others wait for this rank, once
-                    expected = planned_mfu(run.config)
+                    expected = planned_mfu(config)
             log.info("%s", profiled.describe(mfu, expected))
         self.has_described_a_step = True
         if profiled.slow is None:
@@ -90,9 +92,8 @@ class ProfiledSteps(Observer):
                 log.warning(advice, host, quote(str(self.slow_nodes_file)))
 
 
-def step_mfu(run: ObservedRun, seconds: float) -> float | None:
-    """Return the MFU of a step that takes `seconds`; None where `Meter.utilization` is."""
-    config = run.config
+def step_mfu(run: ObservedRun, config: Config, seconds: float) -> float | None:
+    """Return the MFU of a step of a config that takes `seconds`; None where `Meter.utilization` is."""
     length = config.training.sequence_length
     flops = flops_per_token(config.model, length, trained=config.trained)
     return run.meter.utilization(config.training.global_batch_size * length / seconds * flops)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import DEBUG, ROOT
-from torchllm.config import Cluster, Compile, Config, Float8, Model, Parallel, Recompute, Training
+from torchllm.config import Cluster, Compile, Config, Data, Float8, MixtureStage, Model, Parallel, Recompute, Training
 from torchllm.config.errors import UserError
 from torchllm.tools.config.checks import problems
 from torchllm.tools.front.start import load_configs
@@ -48,6 +48,17 @@ def test_float8_gets_a_layout_that_it_can_multiply_planned_as_bfloat16() -> None
     for written in ({"parallel.pp", "parallel.schedule"}, {"parallel.tp"}):
         with pytest.raises(UserError):
             choose_layouts(float8, 16, written)
+
+
+def test_stages_with_steps_of_other_sizes_are_not_planned() -> None:
+    config = Config(cluster=Cluster(name="dgx_h100"), parallel=Parallel(dp_shard=1))
+    assert not why_unplanned(config)
+    growing = replace(config, data=Data(stage=(MixtureStage(until=9, global_batch_size=4), MixtureStage())))
+    assert "the planner knows one size of a step" in why_unplanned(growing)
+    assert planned(growing) is None
+    with pytest.raises(UserError, match=r"data\.stage: a stage has another batch size or length.*by hand"):
+        choose_layouts(growing, 8, ())
+    assert not why_unplanned(replace(config, data=Data(stage=(MixtureStage(until=9), MixtureStage()))))
 
 
 def test_an_unknown_machine_is_not_predicted() -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.config.stages import changes_size
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
@@ -100,7 +101,7 @@ def planned(config: Config) -> Prediction | None:
 
 def why_unplanned(config: Config) -> str:
     """Return why a run whose layout is resolved cannot be predicted; "" if it can."""
-    if reason := why_not_costed(config.model):
+    if reason := why_not_costed(config.model) or _stages_of_other_sizes(config):
         return reason
     unknown_machine = "no cluster file describes this machine"
     try:
@@ -112,6 +113,12 @@ def why_unplanned(config: Config) -> str:
     if hardware is None or (name == CPU and config.parallel.ranks != hardware.gpus_per_node):
         return unknown_machine
     return ""
+
+
+def _stages_of_other_sizes(config: Config) -> str:
+    """Return why a run with stages is not planned; "" if all of its steps have one size."""
+    reason = "data.stage: a stage has another batch size or length, and the planner knows one size of a step"
+    return reason if changes_size(config.data) else ""
 
 
 def _cluster_of_run(config: Config) -> str:
@@ -142,6 +149,8 @@ def case_of(config: Config, hardware: Hardware) -> Case:
 
 def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
     """Return the question to the planner: keys that the run sets are fixed, others are open."""
+    if reason := _stages_of_other_sizes(config):
+        raise UserError(f"{reason}: choose the layout by hand, or plan each stage from a file without data.stage")
     fixed: dict[str, Any] = {}
     if "training.micro_batch_size" in written:
         fixed["micro_batch_size"] = config.training.micro_batch_size
