@@ -440,6 +440,11 @@ class Model:
         return self.layers + self.mtp_depth
 
     @property
+    def predictions(self) -> int:
+        """Tokens that each token predicts: the next one, and those of multi-token prediction."""
+        return 1 + self.mtp_depth
+
+    @property
     def embeds_at_both_ends(self) -> bool:
         """Whether the last stage of a pipeline has the embedding too: as the head, or for tokens further ahead."""
         return self.tied_embeddings or self.mtp_depth > 0

@@ -43,8 +43,12 @@ def matrices(model: Model, layer: int) -> Matrices:
     return Matrices(
         attention=sum(of_mixer),
         ffn=sum(product.elements for product in of_ffn),
-        down=0 if feed_forward(view).needs_last_product or view.is_mtp else of_ffn[-1].elements,
+        down=0 if _needs_last_product(view) else of_ffn[-1].elements,
     )
+
+
+def _needs_last_product(view: Model) -> bool:
+    return feed_forward(view).needs_last_product or mixer(view).needs_last_product
 
 
 def head_size(model: Model) -> int:
@@ -88,7 +92,7 @@ def half_of_products(model: Model, layer: int) -> int:
     """
     sizes = product_sizes(model, layer)
     view = model.of_block(layer)
-    is_last_needed = view.has_norms_after or view.is_mtp or feed_forward(view).needs_last_product
+    is_last_needed = view.has_norms_after or _needs_last_product(view)
     return sum(sizes[::2] if is_last_needed else sizes[:-1:2])
 
 
@@ -145,7 +149,7 @@ def flops_per_token(
     """
     of_blocks = [core_flops(view, sequence_length, pairs) for view in model.views]
     attention = 3 * sum(of_blocks)
-    parameters = active_parameter_count(model) + model.mtp_depth * head_size(model)  # which each depth uses again
+    parameters = active_parameter_count(model) + (model.predictions - 1) * head_size(model)  # which each uses again
     if trained.only_updates:
         return 4 * parameters + 6 * trained_parameter_count(model, trained) + attention
     flops = 6 * parameters + attention
@@ -218,7 +222,7 @@ def recomputed_flops_per_token(
             recomputed = sum(2 * (size.ffn - size.down) for size in sizes)
         case "selective_half":
             recomputed = sum(2 * half_of_products(model, layer) for layer in layers)
-    return recomputed + (2 * (1 + model.mtp_depth) * head_size(model) if has_logits_again else 0)
+    return recomputed + (2 * model.predictions * head_size(model) if has_logits_again else 0)
 
 
 def recompute_interval(recompute: Recompute, layers: int) -> int:

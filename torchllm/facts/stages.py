@@ -47,7 +47,7 @@ def end_costs(model: Model, sequence_length: int) -> tuple[int, int]:
     head = 2 * head_size(model)
     softmax = 5 * model.vocab
     further = sum(block_flops(model, index, sequence_length) for index in range(model.layers, model.blocks))
-    return model.hidden, norm + (1 + model.mtp_depth) * (head + softmax) + further
+    return model.hidden, norm + model.predictions * (head + softmax) + further
 
 
 def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tuple[int, ...]:

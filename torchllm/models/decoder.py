@@ -15,7 +15,7 @@ from torchllm.config import Config, Model
 from torchllm.config.applied_keys import applied
 from torchllm.config.errors import UserError
 from torchllm.facts.parts.part import found
-from torchllm.facts.parts.registry import feed_forward, mixer
+from torchllm.facts.parts.registry import around, feed_forward, mixer
 from torchllm.models.head import Head
 from torchllm.models.layers import Rotary, build_norm, rotary_angles
 from torchllm.models.mixer import Mixer
@@ -60,8 +60,8 @@ def build_block(model: Model, index: int) -> nn.Module:
     """Return a block with uninitialized weights, of its kind and as `model.block` says."""
     view = model.of_block(index)
     of_class = found(BLOCKS[view.block_form])
-    if view.is_mtp:
-        of_class = found("torchllm.models.multi_token:predicting")(of_class)
+    if outer := around(view):
+        of_class = found(outer.build)(of_class)
     block: nn.Module = of_class(view)
     if model.block:
         from torchllm.facts.block_kinds import changed_block  # of no use to other models
@@ -222,7 +222,8 @@ def build_model(
     applied("model.mixer", model.mixer)
     applied("model.kinds", model.kinds)
     applied("model.mtp_depth", model.mtp_depth)
-    of_class = found("torchllm.models.multi_token:PredictingDecoder") if model.mtp_depth else Decoder
+    outer = around(model.of_block(model.blocks - 1))
+    of_class = found(outer.decoder) if outer else Decoder
     decoder: Decoder = of_class(model, loss_chunk, z_loss)
     if weights_dtype == "bfloat16":
         found("torchllm.models.cast:cast_parameters")(decoder, torch.bfloat16)  # of no use to other runs

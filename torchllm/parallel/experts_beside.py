@@ -5,7 +5,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from torchllm.parallel.tensor import WholeInput, WholeNorm, style_of_mixture, style_of_routed
+from torchllm.parallel.tensor import WholeInput, WholeNorm
+from torchllm.parallel.tensor_experts import style_of_mixture, style_of_routed
 
 
 def styles_of_beside(layer: nn.Module, hidden: Placement, shares_experts: bool) -> dict[str, ParallelStyle]:

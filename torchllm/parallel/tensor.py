@@ -11,10 +11,8 @@ tokens. The gradients of the norms' weights, D numbers each, are summed then; fo
 "head"), Q numbers each, always, because each rank has other heads. Norms of q and k over the whole width (model.qk_norm
 = "width") are sharded like the heads, and all-reduce one number per token each, in the forward and in the backward. The
 loss sends three numbers per token, never the logits. Low-rank updates (LoRA) are sharded like their matrices; one
-factor is whole on every rank, and its gradient is summed (`LowRankUpdate`). Experts are sharded like dense feed-forward
-layers, each by F; the router is whole, and its gradient is summed. With expert parallelism (`parallel/expert.py`)
-experts are not cut: each tp rank routes its part of the sequence, and without sequence parallelism the results are
-gathered.
+factor is whole on every rank, and its gradient is summed (`LowRankUpdate`). A part whose cuts do not say all has styles
+in a file here (`BlockPart.styles`), as experts have (`tensor_experts.py`).
 """
 
 from collections.abc import Callable
@@ -30,22 +28,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
 
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.facts.parts.part import Cut, found
-from torchllm.facts.parts.registry import feed_forward, mixer
+from torchllm.facts.parts.registry import around, feed_forward, mixer
 from torchllm.models.decoder import Decoder
-from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts, Router, SharedExperts
 from torchllm.models.gpt_layers import LayerNorm
 from torchllm.models.head import IGNORED, Head
 from torchllm.models.layers import RMSNorm, widened
 from torchllm.models.lora import LowRankFactor, UpdatedLinear, add_low_rank_update
-from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.runtime.torch_compat import local_region
 
 
@@ -58,9 +52,6 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     would silently become two weights; `tie_embeddings` makes them one again.
     """
     hidden: Placement = Shard(1) if sequence_parallel else Replicate()  # layout of (B, S, D) between the matrices
-    # Shared experts, which all tokens use, are summed with the routed ones, or by themselves with expert parallelism.
-    sums_of_rank: Placement = hidden if shares_experts else Partial()
-    mixture, routed = style_of_mixture(hidden, shares_experts), style_of_routed(hidden, shares_experts)
     styles: dict[tuple[str, type[nn.Module]], Callable[[], ParallelStyle]] = {
         ("vocab", nn.Embedding): lambda: VocabParallelEmbedding(hidden),
         ("vocab", Head): lambda: VocabParallelHead(hidden),
@@ -74,27 +65,23 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     }
     plan: dict[str, ParallelStyle] = {}
     done: list[str] = []
-    """prefixes of modules whose styles cut all that is inside: low-rank updates, and parts that have their own"""
+    """prefixes of low-rank updates, whose styles cut all that is inside"""
+    of_parts: set[str] = set()
+    """modules with parameters that the styles of their part cut"""
     for index, block in stage.layers.items():
         view = stage.model.of_block(int(index))
-        for place, part in (("self_attn", mixer(view)), ("mlp", feed_forward(view))):
-            if part.styles:
-                prefix = f"layers.{index}.{place}."
+        for place, part in (("", around(view)), ("self_attn", mixer(view)), ("mlp", feed_forward(view))):
+            if part and part.styles:
                 styles_inside = found(part.styles)(block.get_submodule(place), hidden, shares_experts)
-                plan |= {(prefix + name).removesuffix("."): style for name, style in styles_inside.items()}
-                done.append(prefix)
+                for name, style in styles_inside.items():
+                    plan[".".join(filter(None, ("layers", index, place, name)))] = style
+                of_parts |= {f"layers.{index}.{parameter.module}" for parameter in part.parameters}
     for name, module in stage.named_modules():
         if isinstance(module, UpdatedLinear):
             plan[name] = LowRankUpdate(rule_of(canonical_name(f"{name}.weight")).cut, hidden)
             done.append(f"{name}.")
-        elif f"{name}.".startswith(tuple(done)):
+        elif name in plan or name in of_parts or f"{name}.".startswith(tuple(done)):
             continue
-        elif isinstance(module, Router | Experts):
-            continue  # cut by the style of `routed`
-        elif name.endswith(".eh_proj"):  # of whole features, that a rank multiplies some of
-            plan[name] = RowwiseOfWhole(hidden)
-        elif name.endswith(".mlp.shared.down_proj"):
-            plan[name] = RowwiseParallel(output_layouts=sums_of_rank, use_local_output=False)
         elif parameters := dict(module.named_parameters(recurse=False)):
             kind = nn.Linear if isinstance(module, nn.Linear) else type(module)  # the float8 style is derived from it
             cuts = {parameter: rule_of(canonical_name(f"{name}.{parameter}")).cut for parameter in parameters}
@@ -104,12 +91,6 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
                 from torchllm.parallel.added_parameters import AddedParameters  # of no use to other models
 
                 plan[name] = AddedParameters(name, set(cuts.values()), sequence_parallel)
-        elif isinstance(module, MixtureOfExperts):
-            plan[name] = mixture
-        elif isinstance(module, SharedExperts):
-            plan[name] = SharedExpertsOfAllTokens()
-        elif isinstance(module, RoutedExperts):
-            plan[name] = routed
         elif name.endswith((".self_attn", ".mlp")):
             plan[name] = WholeInput(hidden)
     frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
@@ -117,17 +98,6 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     for name in frozen:  # a style may have made a new parameter, which is trained
         stage.get_parameter(name).requires_grad_(False)
     stage.tie_embeddings()
-
-
-def style_of_mixture(hidden: Placement, shares_experts: bool) -> ParallelStyle:
-    """Return what is around router and experts: one gather of their input, and one reduction of the sum of results.
-
-    With expert parallelism routed experts need neither.
-    """
-    if shares_experts:
-        same: dict[str, Any] = {"input_layouts": (hidden,), "desired_input_layouts": (hidden,)}
-        return PrepareModuleInputOutput(**same, output_layouts=(hidden,), desired_output_layouts=(hidden,))
-    return WholeInput(hidden, PrepareModuleOutput(output_layouts=(Partial(),), desired_output_layouts=(hidden,)))
 
 
 def gathered(x: DTensor) -> DTensor:
@@ -153,11 +123,6 @@ class WholeInput(ParallelStyle):
     def _gather(self, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
         x, *others = inputs
         return module.gather(DTensor.from_local(x, mesh, [self.hidden], run_check=False)), *others  # type: ignore[operator]
-
-
-def style_of_routed(hidden: Placement, shares_experts: bool) -> ParallelStyle:
-    """Return the style of routed experts, of which each rank has some (`shares_experts`) or a part of each."""
-    return ExpertsByTokens(hidden) if shares_experts else ExpertsByFeatures()
 
 
 class WholeNorm(ParallelStyle):
@@ -188,22 +153,6 @@ class WholeNorm(ParallelStyle):
         if isinstance(argument, DTensor):
             return argument.to_local(grad_placements=[self.gradient])
         return argument
-
-
-class RowwiseOfWhole(ParallelStyle):
-    """A linear layer cut by input features, whose input has all of them on every rank.
-
-    FOOTGUN: torch's RowwiseParallel returns a sum that is still in flight; a compiled function that takes it as an
-    input fails in its backward.
-    """
-
-    def __init__(self, hidden: Placement) -> None:
-        self.hidden = hidden
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        partial_sums = RowwiseParallel(input_layouts=self.hidden, output_layouts=Partial(), use_local_output=False)
-        finished = PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=self.hidden)
-        return parallelize_module(parallelize_module(module, device_mesh, partial_sums), device_mesh, finished)
 
 
 class WidthParallelNorm(ParallelStyle):
@@ -246,95 +195,6 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     total = DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
     same_on_all_ranks = DTensor.from_local(total, mesh, [Replicate()], run_check=False)
     return same_on_all_ranks.to_local(grad_placements=[Partial()])
-
-
-class ExpertsByFeatures(ParallelStyle):
-    """Routed experts, each sharded like a dense feed-forward layer: a rank has a part of F of every expert.
-
-    Every rank routes all tokens in the same way, with the whole router. Its output is a partial sum over tp; so are
-    therefore its gradients of the router, which weights that output, and of the input.
-    """
-
-    gradient_of_router: Placement = Partial()
-    """placement of the gradient of the router's weights"""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, RoutedExperts)
-        features = {"down_proj": Shard(2), "down_bias": Replicate()}
-        for name, whole in list(module.experts.named_parameters(recurse=False)):
-            weight = distribute_tensor(whole, device_mesh, [features.get(name, Shard(1))])
-            module.experts.register_parameter(name, nn.Parameter(weight))
-        module.experts.local = partial(self._own_features, device_mesh.get_local_rank())
-        module.router.repeats = device_mesh.size()
-        module.router.local = partial(_whole_router, self.gradient_of_router)
-        module.own_tokens = self._all_tokens
-        module.hidden_states = partial(self._part_of_sum, device_mesh)
-        return distribute_module(module, device_mesh)
-
-    def _own_features(self, rank: int, weight: Tensor) -> Tensor:
-        """Return a rank's features; of a bias of the sum over ranks all on the first rank, and 0 on the others."""
-        assert isinstance(weight, DTensor)
-        if weight.placements[0].is_replicate():
-            return weight.to_local(grad_placements=[Partial()]) * (rank == 0)
-        return weight.to_local()
-
-    def _all_tokens(self, x: Tensor) -> Tensor:
-        assert isinstance(x, DTensor)
-        return x.to_local(grad_placements=[Partial()])
-
-    def _part_of_sum(self, mesh: DeviceMesh, out: Tensor) -> Tensor:
-        return DTensor.from_local(out, mesh, [Partial()], run_check=False)
-
-
-class ExpertsByTokens(ParallelStyle):
-    """Routed experts under expert parallelism: a tp rank routes its part of the sequence, like a data-parallel rank.
-
-    Its gradient of the router is therefore a partial sum over tp.
-    """
-
-    gradient_of_router: Placement = Partial()
-    """placement of the gradient of the router's weights"""
-
-    def __init__(self, hidden: Placement) -> None:
-        self.hidden = hidden
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, RoutedExperts)
-        distribute_module(module.router, device_mesh)
-        module.router.local = partial(_whole_router, self.gradient_of_router)
-        sum_over_sequence(module, device_mesh.get_group())
-        module.own_tokens = self._part_of_sequence
-        module.hidden_states = partial(self._laid_out, device_mesh)
-        return module
-
-    def _part_of_sequence(self, x: Tensor) -> Tensor:
-        assert isinstance(x, DTensor)
-        return x.redistribute(placements=[Shard(1)]).to_local()
-
-    def _laid_out(self, mesh: DeviceMesh, out: Tensor) -> Tensor:
-        part = DTensor.from_local(out, mesh, [Shard(1)], run_check=False)
-        return part.redistribute(placements=[self.hidden])
-
-
-class SharedExpertsOfAllTokens(ParallelStyle):
-    """Shared experts, which gather the sequence over tp if it is sharded."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, SharedExperts)
-        module.gather = gathered  # type: ignore[assignment]  # a seam
-        module.all_tokens = lambda x: module.gather(x)  # type: ignore[operator]
-        module.for_own_features = self._plain
-        return module
-
-    def _plain(self, x: Tensor) -> Tensor:
-        assert isinstance(x, DTensor)
-        return x.to_local(grad_placements=[Partial()])
-
-
-def _whole_router(gradient: Placement, weight: Tensor) -> Tensor:
-    """Return the router's weights. gradient: placement of their gradient."""
-    assert isinstance(weight, DTensor)
-    return weight.to_local(grad_placements=[gradient])
 
 
 class LowRankUpdate(ParallelStyle):

@@ -1,6 +1,6 @@
 """Attention with grouped heads (Ainslie et al. 2023, arXiv 2305.13245): the mixer of most models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchllm.config import Model
@@ -62,8 +62,17 @@ def costs(view: Model, share: "RankShare") -> "MixerCosts":
         normed_without_weight=keys * view.v_norm,
         normed_results=("q_proj", "k_proj") * is_normed + (of_values,) * view.v_norm,
         gated=queries * (view.attention_gate != "none"),
+        gates={"none": 0.0, "element": queries, "head": view.heads / share.tp}[view.attention_gate],
         turns=2 * keys,
     )
+
+
+def _problems(view: Model) -> Iterator[tuple[str, str]]:
+    """Yield the kernels that do not combine with options of attention."""
+    if view.sinks and view.attention == "flash":
+        yield "attention", "flash drops the gradient of the log-sum-exp, which sinks need: use sdpa, or eager"
+    if view.sinks and view.attention == "flex":
+        yield "attention", "flex has no backward on a CPU, where sinks are proven: use sdpa, or eager"
 
 
 PART = BlockPart(
@@ -102,6 +111,7 @@ PART = BlockPart(
         ),
     ),
     products_in_order=_products,
+    problems=_problems,
     costs=costs,
     core_flops=lambda view, keys: 4 * view.heads * view.head_width * keys,
     context="torchllm.parallel.context:share_attention",

@@ -72,6 +72,8 @@ class MixerCosts:
     """layers whose results these norms read"""
     gated: float = 0.0
     """numbers that a gate multiplies"""
+    gates: float = 0.0
+    """numbers of the gate, whose sigmoid is kept; 0: `kept` has it, or there is none"""
     working: float = 0.0
     """bytes that the core's backward holds at its peak, minus those kept that are freed by then; of attention 0: its
     scores are known"""

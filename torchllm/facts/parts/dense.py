@@ -23,4 +23,5 @@ PART = BlockPart(
             "mlp.down_proj", lambda view: (view.hidden, view.ffn), "rowwise", has_bias=_has_biases, to_residual=True
         ),
     ),
+    unread=("expert_ffn",),
 )

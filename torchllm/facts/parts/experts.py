@@ -3,7 +3,7 @@
 Matrices of routed experts are stacked: (E, F, D) and (E, D, F). Shared experts are one layer, which all tokens use.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torchllm.config import Model
 from torchllm.facts.parts.part import (
@@ -76,6 +76,12 @@ def _products(view: Model) -> list[WeightProduct]:
     return [router, *shared[:1], *routed, *shared[1:]]
 
 
+def _problems(view: Model) -> Iterator[tuple[str, str]]:
+    """Yield the keys whose values do not combine."""
+    if view.upcycle and view.expert_biases:
+        yield "expert_biases", "the layers that model.upcycle copies have no biases: set it to false"
+
+
 PART = BlockPart(
     name="experts",
     build="torchllm.models.experts:MixtureOfExperts",
@@ -116,5 +122,8 @@ PART = BlockPart(
     ),
     products_in_order=_products,
     needs_last_product=True,
+    problems=_problems,
     kept=_kept,
+    styles="torchllm.parallel.tensor_experts:styles_of_experts",
+    unread=("ffn",),
 )

@@ -60,6 +60,7 @@ PART = replace(
     products_in_order=_products,
     problems=_problems,
     norms_input=True,
+    unread=(),
     norms=4,
     sums=2,
     styles="torchllm.parallel.experts_beside:styles_of_beside",

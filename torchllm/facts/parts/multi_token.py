@@ -1,6 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): what its blocks have besides those of others.
 
-Declared as a part of the mixer (`registry.mixer`), which is behind it. Names are those of transformers' `MtpLayer`.
+Its sizes and costs are added to those of the mixer (`registry.mixer`), which is behind it. Names are those
+of transformers' `MtpLayer`.
 """
 
 from torchllm.config import Model
@@ -25,5 +26,8 @@ PART = BlockPart(
         *linear("eh_proj", lambda view: (view.hidden, 2 * view.hidden), "rowwise"),
         *norm("post_norm"),
     ),
+    needs_last_product=True,
     costs=costs_of_norms,
+    styles="torchllm.parallel.multi_token:styles_of_prediction",
+    decoder="torchllm.models.multi_token:PredictingDecoder",
 )

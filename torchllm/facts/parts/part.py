@@ -68,6 +68,11 @@ class PartParameter:
     """whether its first dimension is the experts, of which a token uses top_k"""
 
     @property
+    def module(self) -> str:
+        """Name of its module within the block."""
+        return self.name.rpartition(".")[0]
+
+    @property
     def rule(self) -> ParameterRule:
         """How it is cut, starts and is optimized."""
         return ParameterRule(self.cut, self.start, self.role)
@@ -104,12 +109,13 @@ class WeightProduct(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPart:
-    """A mixer or a feed-forward layer."""
+    """A mixer, a feed-forward layer, or what a block has around both."""
 
     name: str
     """value of model.mixer"""
-    build: str | Callable[[Model], Any]
-    """returns the module of a view, uninitialized: a function or class, or where it is, as "MODULE:NAME" """
+    build: str | Callable[[Any], Any]
+    """returns the module of a view, uninitialized: a function or class, or where it is, as "MODULE:NAME"; of a part
+    around others the class of a block, given the one without the part"""
     parameters: tuple[PartParameter, ...]
     """in the order of their use"""
     core_flops: Callable[[Model, float], float] = lambda view, keys: 0.0
@@ -118,7 +124,8 @@ class BlockPart:
     products_in_order: Callable[[Model], list[WeightProduct]] | None = None
     """products in the order of their use; None: those with the matrices among `parameters`"""
     needs_last_product: bool = False
-    """whether a gradient needs the result of the last product, so that a recomputation computes it again"""
+    """whether a gradient needs the result of the last product, so that a recomputation computes it again; of a part
+    around others: of the block's"""
     problems: Callable[[Model], Iterable[tuple[str, str]]] | None = None
     """returns the keys of [model] whose values in a view the part does not have, each with the reason"""
     heads: Callable[[Model], dict[str, int]] = Model.heads_of_attention
@@ -139,7 +146,9 @@ class BlockPart:
     sums: int = 1
     """of a feed-forward layer: sums of hidden states over tp"""
     unread: tuple[str, ...] = ()
-    """keys of [model] for attention that a mixer does not read"""
+    """keys of [model] that it does not read: for attention, or the width of a feed-forward layer"""
+    decoder: str = ""
+    """class of models with such blocks, as "MODULE:NAME"; empty: `models.decoder.Decoder`"""
     context: str | Callable[..., None] = ""
     """lets the ranks of cp share each sequence, given module, view and `parallel.context.SharedSequences`; empty: the
     mixer is refused with cp"""

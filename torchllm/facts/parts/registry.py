@@ -43,29 +43,35 @@ BUFFERS = (PartBuffer("layer_scalar", lambda view: (1,) if view.block_scale else
 """of a block, beside those of its parts"""
 
 
+def around(view: Model) -> BlockPart | None:
+    """Return the part of a view's blocks that is around the mixer and the feed-forward layer; None: there is none."""
+    return _of_library(MTP) if view.is_mtp else None
+
+
 def mixer(view: Model) -> BlockPart:
-    """Return the mixer of a view's blocks, in one of multi-token prediction with its input. UserError if there is none
-    of this name."""
+    """Return the mixer of a view's blocks, with the part around it. UserError if there is none of this name."""
     if problem := problem_of_mixer(view):
         raise UserError(f"model.mixer: {problem}")
     part = MIXERS_OF_FORKS.get(view.mixer) or _of_library(view.mixer)
-    return with_part_before(_of_library(MTP), part) if view.is_mtp else part
+    outer = around(view)
+    return with_part_around(outer, part) if outer else part
 
 
 @cache
-def with_part_before(before: BlockPart, part: BlockPart) -> BlockPart:
-    """Return a part with what another one has before it: its parameters, its products, what it keeps and norms."""
+def with_part_around(outer: BlockPart, part: BlockPart) -> BlockPart:
+    """Return a part with what another one has around it: its parameters, its products, what it keeps and norms."""
 
     def costs(view: Model, share: RankShare) -> MixerCosts:
-        assert before.costs is not None
+        assert outer.costs is not None
         assert part.costs is not None
-        more, own = before.costs(view, share), part.costs(view, share)
+        more, own = outer.costs(view, share), part.costs(view, share)
         return replace(own, kept=own.kept + more.kept, normed=own.normed + more.normed)
 
     return replace(
         part,
-        parameters=before.parameters + part.parameters,
-        products_in_order=lambda view: before.products(view) + part.products(view),
+        parameters=outer.parameters + part.parameters,
+        products_in_order=lambda view: outer.products(view) + part.products(view),
+        needs_last_product=outer.needs_last_product,
         costs=part.costs and costs,
     )
 

@@ -99,14 +99,6 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("model.rope_high_frequency_factor", "must be over model.rope_low_frequency_factor")
     if model.rope_beta_fast < model.rope_beta_slow:
         yield config_error("model.rope_beta_fast", "must not be under model.rope_beta_slow")
-    if model.sinks and model.attention == "flash":
-        yield config_error(
-            "model.attention", "flash drops the gradient of the log-sum-exp, which sinks need: use sdpa, or eager"
-        )
-    if model.sinks and model.attention == "flex":
-        yield config_error(
-            "model.attention", "flex has no backward on a CPU, where sinks are proven: use sdpa, or eager"
-        )
     if model.attention == "flash" and model.head_width > WIDEST_HEAD:
         yield config_error(
             "model.attention", f"flash has heads of up to {WIDEST_HEAD} features, not {model.head_width}: use sdpa"

@@ -77,10 +77,6 @@ def expert_problems(config: Config) -> Iterator[ConfigError]:
             "in addition to the experts that model.upcycle copies, a shared expert would add the dense layer a second "
             "time: set it to 0",
         )
-    if model.upcycle and model.expert_biases:
-        yield config_error(
-            "model.expert_biases", "the layers that model.upcycle copies have no biases: set it to false"
-        )
     if not (model.features.gated_ffn and not model.features.biases):
         yield config_error("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')
     if config.lora.is_on:

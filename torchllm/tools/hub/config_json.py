@@ -9,7 +9,7 @@ from typing import Any
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import KIND_KEYS, OPTIONS, ROPE_KEYS
-from torchllm.facts.parts.registry import mixer
+from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.checks import problems_of_use
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.hub.blocks import BlockForm, keys_of_blocks, read_blocks, write_blocks
@@ -634,7 +634,7 @@ def form_of(model: Model) -> dict[str, Any]:
 def _form_of_block(view: Model) -> dict[str, Any]:
     """Return the keys that say something of a block, of those that kinds may have; see `form_of`."""
     keys = {*KIND_KEYS} - {*ROPE_KEYS} | rope_keys(view)
-    keys -= {"expert_ffn" if not view.experts else "" if view.dense_beside else "ffn", *mixer(view).unread}
+    keys -= {*feed_forward(view).unread, *mixer(view).unread}
     form = {key: getattr(view, key) for key in keys} | {"kv_heads": view.kv, "head_dim": view.head_width}
     form |= mixer(view).resolved(view)
     return form | {"expert_ffn": view.expert_width} if view.experts else form

@@ -173,7 +173,7 @@ def stored_per_token(
         feeds_attention=(2.0 * width.local if costs.latents else feeds) * reads_attention,
         feeds_ffn=feeds * reads_ffn,
         qk_norms=qk_norms,
-        gate=gate_of_attention(model, costs, trained),
+        gate=gate_of_attention(costs, trained),
         dropped=dropped,
         before=2.0 * tokens_before * costs.inputs,
         core=scores,
@@ -191,12 +191,11 @@ def attention_bytes(costs: MixerCosts, stored: StoredParts) -> float:
     return heads + norms + products + stored.before + stored.core + stored.added
 
 
-def gate_of_attention(model: Model, costs: MixerCosts, trained: TrainedParameters) -> float:
+def gate_of_attention(costs: MixerCosts, trained: TrainedParameters) -> float:
     """Return the bytes per token that the gate of attention's results keeps: its sigmoid, and the input of o_proj."""
-    if model.attention_gate == "none":
+    if not costs.gates:
         return 0.0
-    gates = costs.gated if model.attention_gate == "element" else costs.heads
-    return 2.0 * gates + 2.0 * costs.gated * trained.needs_input_of("o_proj")
+    return 2.0 * costs.gates + 2.0 * costs.gated * trained.needs_input_of("o_proj")
 
 
 def fuses_norm(model: Model, kernels: Kernels) -> bool:

@@ -135,7 +135,7 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
 
 def has_copy_of_embedding(model: Model, stage: StageSize) -> bool:
     """Return whether the last stage of a pipeline embeds tokens further ahead, by an embedding that is not the head."""
-    return stage.last and not stage.first and model.mtp_depth > 0 and not model.tied_embeddings
+    return stage.last and not stage.first and model.embeds_at_both_ends and not model.tied_embeddings
 
 
 def trained_share(model: Model, parts: str | tuple[str, ...] = "") -> float:

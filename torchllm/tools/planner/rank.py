@@ -180,11 +180,6 @@ class Rank(NamedTuple):
         return 2.0 * self.piece.tokens * self.model.hidden
 
     @property
-    def predictions(self) -> int:
-        """Tokens ahead that each token predicts: the next one, and those of multi-token prediction."""
-        return 1 + self.model.mtp_depth
-
-    @property
     def reduces_every_micro_batch(self) -> bool:
         """Whether gradients are reduced after every micro batch of several."""
         return self.zero >= 2 and self.parallel.pp == 1 and self.software.fsdp

@@ -452,14 +452,14 @@ def end_times(case: Case, size: StageSize, over_tp: float) -> EndTimes:
     trains_head = not model.freezes("embed_tokens.weight" if model.tied_embeddings else "lm_head.weight")
     if size.first:
         embedding = embedding_seconds(model, piece, software, hardware)
-        look_ups = 1 + model.mtp_depth * size.last
+        look_ups = model.predictions if size.last else 1
         forward += look_ups * (embedding.look_up.total(constants) + over_tp)
         tensor_parallel_seconds += look_ups * over_tp
         if trains_ends and not model.freezes("embed_tokens.weight"):
             weight_gradient += embedding.gradient.total(constants)
     if size.last:
         head = head_seconds(model, piece, case.kernels, software, hardware)
-        predictions = 1 + model.mtp_depth
+        predictions = model.predictions
         forward += predictions * head.forward.total(constants)
         input_gradient += predictions * head.inputs.total(constants)
         if trains_ends and trains_head:

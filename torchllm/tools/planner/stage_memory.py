@@ -49,14 +49,14 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     held += tokens * 8.0 * turned_features(model, stage)  # cosine and sine in float32
     if stage.last:
         if rank.has_gradients_in_forward and not rank.is_frozen:
-            of_head = rank.predictions * software.temporary_gradients * rank.table
+            of_head = rank.model.predictions * software.temporary_gradients * rank.table
         ends = of_blocks[-1].norm + of_head
         if rank.training.loss_chunk == 0:
-            logits = rank.predictions * rank.logit_bytes.kept * tokens * rank.logits_per_token()
+            logits = rank.model.predictions * rank.logit_bytes.kept * tokens * rank.logits_per_token()
         if rank.training.loss_chunk or not rank.is_frozen:  # the head's input, for its chunks too; or its gradient
-            ends += rank.predictions * rank.hidden_states
+            ends += rank.model.predictions * rank.hidden_states
         if not rank.is_frozen:
-            deferred_by_head = rank.predictions * (rank.hidden_states + 2.0 * tokens * rank.logits_per_token())
+            deferred_by_head = rank.model.predictions * (rank.hidden_states + 2.0 * tokens * rank.logits_per_token())
             deferred += deferred_by_head
     else:
         held += rank.boundary
