@@ -116,7 +116,7 @@ class TrainStep:
         """sums of the head that are logged, each with its name and factor"""
         if training.z_loss:
             self.sums_of_head.append(("z_loss", "squares", training.z_loss))
-        if stages[0].model.mtp_depth:
+        if stages[0].model.predictions > 1:
             self.sums_of_head.append(("mtp_loss", "ahead", 1.0))
         self.expert_balance = ExpertBalance(stages, training)
         self.capacities: Capacities | None = None

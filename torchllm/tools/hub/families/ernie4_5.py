@@ -8,22 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchllm.tools.hub.families.family import ConfigField, RequiredField, TensorRule
-from torchllm.tools.hub.families.glm4_moe import MIXTURE_TENSORS
-from torchllm.tools.hub.families.llama import ATTENTION_TENSORS, ENDS, LLAMA, MLP, NORMS_BEFORE, SILU, decoder_fields
-from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_TENSORS
-from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
+from torchllm.tools.hub.families import experts
+from torchllm.tools.hub.families.family import ConfigField, RequiredField
+from torchllm.tools.hub.families.llama import DECODER_TENSORS, LLAMA, NORMS_BEFORE, SILU, decoder_fields
 
-BIAS = TensorRule(
-    MLP + "moe_statics.e_score_correction_bias", ("layers.{}.mlp.routed.router.bias",), is_float32=True, is_row=True
-)
-OF_MODULES = BIAS._replace(key=MLP + "gate.moe_statics.e_score_correction_bias")
-OTHER_TENSORS = (
-    *ENDS,
-    *ATTENTION_TENSORS,
-    *NORMS_BEFORE,
-    *(rule for rule in MIXTURE_TENSORS if rule.names != BIAS.names),
-)
+BIAS = experts.bias_of_router("moe_statics.e_score_correction_bias")._replace(is_row=True)
+OF_MODULES = experts.bias_of_router("gate.moe_statics.e_score_correction_bias")._replace(is_row=True)
+OTHER_TENSORS = (*DECODER_TENSORS, *NORMS_BEFORE, *experts.shared_experts("shared_experts"))
 
 
 def to_the_last_block(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,8 +75,8 @@ ERNIE4_5_MOE = replace(
         RequiredField("moe_layer_end_index", (-1,), "dense blocks after those with experts"),
         RequiredField("moe_layer_interval", (1,), "dense blocks after those with experts"),
     ),
-    tensors=(*OTHER_TENSORS, BIAS, *EXPERT_TENSORS),
-    stacked_tensors=(*OTHER_TENSORS, OF_MODULES, *STACKED_TENSORS),
+    tensors=(*OTHER_TENSORS, BIAS, *experts.EXPERT_TENSORS),
+    stacked_tensors=(*OTHER_TENSORS, OF_MODULES, *experts.STACKED_TENSORS),
     ignored_tensors=r"mtp_.*",
-    ignored_fields=(*ROUTER_TRAINING_FIELDS, "moe_norm_min", "num_nextn_predict_layers"),
+    ignored_fields=(*experts.ROUTER_TRAINING_FIELDS, "moe_norm_min", "num_nextn_predict_layers"),
 )

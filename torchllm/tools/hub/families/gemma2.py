@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField
-from torchllm.tools.hub.families.gemma3 import FEATURES, GEMMA3, NORMS_AROUND, SCALE
-from torchllm.tools.hub.families.llama import DECODER_TENSORS, decoder_fields
+from torchllm.tools.hub.families.gemma3 import FEATURES, GEMMA3, SCALE
+from torchllm.tools.hub.families.llama import DECODER_TENSORS, NORMS_AROUND, decoder_fields
 
 
 def windows_in_every_second(fields: Mapping[str, Any], have_rope: Sequence[bool]) -> list[str]:
@@ -23,15 +23,7 @@ GEMMA2 = replace(
     features=FEATURES,
     fields=(
         *decoder_fields(
-            vocab=256000,
-            ffn=9216,
-            kv_heads=4,
-            length=8192,
-            head_dim=256,
-            layers=26,
-            hidden=2304,
-            heads=8,
-            tied=True,
+            vocab=256000, ffn=9216, kv_heads=4, length=8192, head_dim=256, layers=26, hidden=2304, heads=8, tied=True
         ),
         SCALE,
         ConfigField("sliding_window", "window", 4096, is_fixed=False),

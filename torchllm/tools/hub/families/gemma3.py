@@ -5,8 +5,8 @@ GELU, scaled embeddings, and a window in five of six blocks, which turn position
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, HubFamily, RequiredField, TensorRule
-from torchllm.tools.hub.families.llama import DECODER_TENSORS, NO_ATTENTION_BIAS, decoder_fields
+from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, HubFamily, RequiredField
+from torchllm.tools.hub.families.llama import DECODER_TENSORS, NO_ATTENTION_BIAS, NORMS_AROUND, decoder_fields
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
 
 GELU = RequiredField("hidden_activation", ("gelu_pytorch_tanh",), "another activation of the feed-forward layer")
@@ -29,16 +29,7 @@ def root(hidden: int) -> float:
     return float(hidden**0.5)
 
 
-SCALE = ConfigField(
-    "query_pre_attn_scalar",
-    "softmax_scale",
-    256,
-    conversion=(scale_of, scalar_of),
-)
-NORMS_AROUND = tuple(
-    TensorRule(f"model.layers.{{}}.{norm}_layernorm.weight", (f"layers.{{}}.{norm}_layernorm.weight",))
-    for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
-)
+SCALE = ConfigField("query_pre_attn_scalar", "softmax_scale", 256, conversion=(scale_of, scalar_of))
 FEATURES = {"family": "llama", "norm_position": "both", "norm_offset": True, "activation": "gelu_tanh"}
 
 
@@ -54,15 +45,7 @@ GEMMA3 = HubFamily(
     features=FEATURES | {"qk_norm": "head"},
     fields=(
         *decoder_fields(
-            vocab=262208,
-            ffn=9216,
-            kv_heads=4,
-            length=131072,
-            head_dim=256,
-            layers=26,
-            hidden=2304,
-            heads=8,
-            tied=True,
+            vocab=262208, ffn=9216, kv_heads=4, length=131072, head_dim=256, layers=26, hidden=2304, heads=8, tied=True
         ),
         SCALE,
         ConfigField("sliding_window", "window", 4096, is_fixed=False),

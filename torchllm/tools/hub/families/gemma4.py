@@ -8,10 +8,11 @@ Published files are of models of text and pictures (`text_part.py`). E2B and E4B
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchllm.tools.hub.families.experts_beside import BESIDE_FIELDS, BESIDE_TENSORS
 from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, FieldError, HubFamily, RequiredField
 from torchllm.tools.hub.families.family import TensorRule as Rule
-from torchllm.tools.hub.families.gemma3 import GELU, NORMS_AROUND, root
-from torchllm.tools.hub.families.llama import DECODER_TENSORS, NO_ATTENTION_BIAS, decoder_fields
+from torchllm.tools.hub.families.gemma3 import GELU, root
+from torchllm.tools.hub.families.llama import DECODER_TENSORS, NO_ATTENTION_BIAS, NORMS_AROUND, decoder_fields
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
 
 OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
@@ -42,27 +43,6 @@ def one_of_six_and_the_last_are_full(fields: Mapping[str, Any], have_rope: Seque
     return [SLIDING if (index + 1) % 6 else FULL for index in range(len(have_rope) - 1)] + [FULL]
 
 
-def beside(name: str, *parameters: str) -> Rule:
-    """Return the rule of a published tensor of a block, and of parameters of its feed-forward part."""
-    return Rule(f"model.layers.{{}}.{name}", tuple(f"layers.{{}}.mlp.{parameter}" for parameter in parameters))
-
-
-BESIDE_TENSORS = (
-    beside("mlp.gate_proj.weight", "dense.gate_proj.weight"),
-    beside("mlp.up_proj.weight", "dense.up_proj.weight"),
-    beside("mlp.down_proj.weight", "dense.down_proj.weight"),
-    beside("pre_feedforward_layernorm.weight", "dense_input_norm.weight"),
-    beside("post_feedforward_layernorm_1.weight", "dense_norm.weight"),
-    beside("pre_feedforward_layernorm_2.weight", "routed.input_norm.weight"),
-    beside("post_feedforward_layernorm_2.weight", "routed_norm.weight"),
-    beside("router.proj.weight", "routed.router.weight"),
-    beside("router.scale", "routed.router.input_scale"),
-    beside("router.per_expert_scale", "routed.router.expert_scale"),
-    beside("experts.gate_up_proj", "routed.experts.gate_proj", "routed.experts.up_proj"),
-    beside("experts.down_proj", "routed.experts.down_proj"),
-)
-"""of experts beside a dense layer"""
-
 GEMMA4 = HubFamily(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
@@ -76,10 +56,7 @@ GEMMA4 = HubFamily(
         ),
         ConfigField("sliding_window", "window", 512, is_fixed=False),
         ConfigField("final_logit_softcapping", "logit_softcap", None),
-        ConfigField("enable_moe_block", "dense_beside", False),
-        ConfigField("num_experts", "experts", None, needs="dense_beside"),
-        ConfigField("top_k_experts", "top_k", None, is_fixed=False, needs="dense_beside"),
-        ConfigField("moe_intermediate_size", "expert_ffn", None, needs="dense_beside"),
+        *BESIDE_FIELDS,
     ),
     full_fields=(
         ConfigField("global_head_dim", "head_dim", 512),

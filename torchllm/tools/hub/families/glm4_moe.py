@@ -4,43 +4,20 @@ shared experts, dense first blocks, and rotary positions of a half of each head.
 A published file holds one block more, which predicts the token after the next (model.mtp_depth).
 """
 
-from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
-from torchllm.tools.hub.families.llama import (
-    ATTENTION_TENSORS,
-    ENDS,
-    MLP,
-    MLP_TENSORS,
-    NORMS_BEFORE,
-    SILU,
-    decoder_fields,
+from torchllm.tools.hub.families.experts import (
+    EXPERT_TENSORS,
+    MIXTURE_FIELDS,
+    MIXTURE_TENSORS,
+    ROUTER_TRAINING_FIELDS,
+    STACKED_TENSORS,
 )
-from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_TENSORS
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField
+from torchllm.tools.hub.families.llama import ATTENTION_TENSORS, ENDS, NORMS_BEFORE, SILU, decoder_fields
+from torchllm.tools.hub.families.multi_token import MTP_COPIES, MTP_DEPTH, MTP_TENSORS
 from torchllm.tools.hub.families.qwen2 import QKV_BIASES
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
-from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
 
-MIXTURE_TENSORS = (
-    *MLP_TENSORS,
-    TensorRule(MLP + "gate.e_score_correction_bias", ("layers.{}.mlp.routed.router.bias",), is_float32=True),
-    TensorRule(MLP + "shared_experts.gate_proj.weight", ("layers.{}.mlp.shared.gate_proj.weight",)),
-    TensorRule(MLP + "shared_experts.up_proj.weight", ("layers.{}.mlp.shared.up_proj.weight",)),
-    TensorRule(MLP + "shared_experts.down_proj.weight", ("layers.{}.mlp.shared.down_proj.weight",)),
-)
-"""of dense blocks, shared experts and the bias of routers"""
-MTP_TENSORS = tuple(
-    TensorRule(f"model.layers.{{}}.{key}.weight", (f"layers.{{}}.{name}.weight",))
-    for key, name in {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "post_norm"}.items()
-)
-MTP_COPIES = r"layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
-"""copies of embedding and head in the blocks of multi-token prediction: no class of transformers reads them"""
-MTP_DEPTH = ConfigField("num_nextn_predict_layers", "mtp_depth", 1, is_fixed=False, aliases=("num_mtp_layers",))
 OTHER_TENSORS = (*ENDS, *ATTENTION_TENSORS, *QKV_BIASES, *HEAD_NORMS, *NORMS_BEFORE, *MIXTURE_TENSORS, *MTP_TENSORS)
-MIXTURE_FIELDS = (
-    ConfigField("num_experts_per_tok", "top_k", 8, is_fixed=False),
-    ConfigField("n_shared_experts", "shared_experts", 1),
-    ConfigField("norm_topk_prob", "router_renormalize", True, is_fixed=False),
-)
-
 GLM4_MOE = HubFamily(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",

@@ -4,9 +4,9 @@ The published files hold the matrices of experts in MXFP4 (`tools/hub/quantizati
 """
 
 from torchllm.tools.hub.families import llama
+from torchllm.tools.hub.families.experts import EXPERTS, ROUTER, ROUTER_TRAINING_FIELDS
 from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
 from torchllm.tools.hub.families.gemma2 import windows_in_every_second
-from torchllm.tools.hub.families.mixtral import EXPERTS, ROUTER, ROUTER_TRAINING_FIELDS
 from torchllm.tools.hub.families.qwen2 import QKV_BIASES
 
 GATE_AND_UP = (EXPERTS + "gate_proj", EXPERTS + "up_proj")

@@ -4,27 +4,22 @@ that sigmoid scores with a bias per expert choose.
 A published file may hold one block more, which predicts the token after the next and is not read here.
 """
 
+from torchllm.tools.hub.families import experts
 from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule, with_defaults
 from torchllm.tools.hub.families.llama import (
-    ATTENTION_TENSORS,
-    ENDS,
+    DECODER_TENSORS,
     MLP,
-    MLP_TENSORS,
     NO_ATTENTION_BIAS,
     NORMS_BEFORE,
     SILU,
     decoder_fields,
 )
-from torchllm.tools.hub.families.mixtral import ROUTER, ROUTER_TRAINING_FIELDS, STACKED_TENSORS
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
-from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
 
-OTHER_TENSORS = (*ENDS, *ATTENTION_TENSORS, *HEAD_NORMS, *NORMS_BEFORE, *MLP_TENSORS)
+OTHER_TENSORS = (*DECODER_TENSORS, *HEAD_NORMS, *NORMS_BEFORE)
 SIZES = decoder_fields(
     vocab=120832, ffn=13312, kv_heads=8, length=131072, epsilon=1e-5, head_dim=128, layers=80, hidden=4096, heads=64
 )
-BIAS = "layers.{}.mlp.routed.router.bias"
-SHARED = {name: f"layers.{{}}.mlp.shared.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
 
 HY_V3 = HubFamily(
     model_type="hy_v3",
@@ -43,18 +38,18 @@ HY_V3 = HubFamily(
     required=(SILU, NO_ATTENTION_BIAS, RequiredField("mlp_bias", (False,), "biases of the feed-forward layer")),
     tensors=(
         *OTHER_TENSORS,
-        TensorRule(MLP + "router.gate.weight", (ROUTER,)),
-        TensorRule(MLP + "expert_bias", (BIAS,), is_float32=True),
-        *(TensorRule(f"{MLP}shared_mlp.{name}.weight", (ours,)) for name, ours in SHARED.items()),
-        *EXPERT_TENSORS[1:],
+        TensorRule(MLP + "router.gate.weight", (experts.ROUTER,)),
+        experts.bias_of_router("expert_bias"),
+        *experts.shared_experts("shared_mlp"),
+        *experts.EXPERT_TENSORS[1:],
     ),
     stacked_tensors=(
         *OTHER_TENSORS,
-        TensorRule(MLP + "e_score_correction_bias", (BIAS,), is_float32=True),
-        *(TensorRule(f"{MLP}shared_experts.{name}.weight", (ours,)) for name, ours in SHARED.items()),
-        *STACKED_TENSORS,
+        experts.bias_of_router("e_score_correction_bias"),
+        *experts.shared_experts("shared_experts"),
+        *experts.STACKED_TENSORS,
     ),
-    ignored_fields=(*ROUTER_TRAINING_FIELDS, "enable_moe_fp32_combine", "num_nextn_predict_layers"),
+    ignored_fields=(*experts.ROUTER_TRAINING_FIELDS, "enable_moe_fp32_combine", "num_nextn_predict_layers"),
     has_mlp_layer_types=True,
     has_prediction_blocks=True,
     rope_theta=11_158_840.0,

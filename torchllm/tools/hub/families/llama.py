@@ -31,6 +31,11 @@ NORMS_BEFORE = (
     TensorRule("model.layers.{}.post_attention_layernorm.weight", ("layers.{}.post_attention_layernorm.weight",)),
 )
 """norms of the input of attention and feed-forward layer"""
+NORMS_AROUND = tuple(
+    TensorRule(f"model.layers.{{}}.{norm}_layernorm.weight", (f"layers.{{}}.{norm}_layernorm.weight",))
+    for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+)
+"""norms on both sides of attention and feed-forward layer"""
 
 SILU = RequiredField("hidden_act", ("silu", "swish"), "another activation of the feed-forward layer")
 NO_ATTENTION_BIAS = RequiredField("attention_bias", (False,), "biases of all matrices of the attention")

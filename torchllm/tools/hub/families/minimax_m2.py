@@ -4,12 +4,12 @@ blocks, chosen by sigmoid scores with a bias per expert.
 Modules that predict the tokens after the next are not read.
 """
 
-from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
+from torchllm.tools.hub.families.experts import ROUTER_TRAINING_FIELDS, STACKED_TENSORS, bias_of_router
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField
 from torchllm.tools.hub.families.llama import ATTENTION_TENSORS, ENDS, NORMS_BEFORE, SILU, decoder_fields
-from torchllm.tools.hub.families.mixtral import BLOCK_SPARSE_TENSORS, MIXTRAL, ROUTER_TRAINING_FIELDS, STACKED_TENSORS
+from torchllm.tools.hub.families.mixtral import BLOCK_SPARSE_TENSORS, MIXTRAL
 from torchllm.tools.hub.families.olmo2 import WIDTH_NORMS
 
-BIAS = "layers.{}.mlp.routed.router.bias"
 OTHER_TENSORS = (*ENDS, *ATTENTION_TENSORS, *WIDTH_NORMS, *NORMS_BEFORE)
 
 MINIMAX_M2 = HubFamily(
@@ -41,12 +41,14 @@ MINIMAX_M2 = HubFamily(
     tensors=(
         *OTHER_TENSORS,
         *BLOCK_SPARSE_TENSORS,
-        TensorRule("model.layers.{}.block_sparse_moe.e_score_correction_bias", (BIAS,), is_float32=True),
+        bias_of_router("e_score_correction_bias")._replace(
+            key="model.layers.{}.block_sparse_moe.e_score_correction_bias"
+        ),
     ),
     stacked_tensors=(
         *OTHER_TENSORS,
         *STACKED_TENSORS,
-        TensorRule("model.layers.{}.mlp.e_score_correction_bias", (BIAS,), is_float32=True),
+        bias_of_router("e_score_correction_bias"),
     ),
     ignored_fields=(*ROUTER_TRAINING_FIELDS, "attn_type_list", "mtp_transformer_layers", "shared_intermediate_size"),
     has_prediction_blocks=True,

@@ -7,13 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, HubFamily
-from torchllm.tools.hub.families.llama import (
-    DECODER_TENSORS,
-    INVERSE_FREQUENCIES,
-    NORMS_BEFORE,
-    SILU,
-    decoder_fields,
-)
+from torchllm.tools.hub.families.llama import DECODER_TENSORS, INVERSE_FREQUENCIES, NORMS_BEFORE, SILU, decoder_fields
 
 MISTRAL = HubFamily(
     model_type="mistral",

@@ -3,6 +3,7 @@
 The files name the matrices of an expert w1, w3 and w2: gate, up and down.
 """
 
+from torchllm.tools.hub.families.experts import EXPERTS, ROUTER, ROUTER_TRAINING_FIELDS, STACKED_TENSORS
 from torchllm.tools.hub.families.family import ConfigField, HubFamily, TensorRule
 from torchllm.tools.hub.families.llama import (
     ATTENTION_TENSORS,
@@ -13,9 +14,6 @@ from torchllm.tools.hub.families.llama import (
     decoder_fields,
 )
 
-EXPERTS = "layers.{}.mlp.routed.experts."
-"""of the parameters here, which stack the experts of a block"""
-ROUTER = "layers.{}.mlp.routed.router.weight"
 MIXTRAL_EXPERT = "model.layers.{}.block_sparse_moe.experts.{expert}."
 BLOCK_SPARSE_TENSORS = (
     TensorRule("model.layers.{}.block_sparse_moe.gate.weight", (ROUTER,)),
@@ -23,17 +21,6 @@ BLOCK_SPARSE_TENSORS = (
     TensorRule(MIXTRAL_EXPERT + "w3.weight", (EXPERTS + "up_proj",)),
     TensorRule(MIXTRAL_EXPERT + "w2.weight", (EXPERTS + "down_proj",)),
 )
-
-STACKED_MLP = "model.layers.{}.mlp."
-STACKED_TENSORS = (
-    TensorRule(STACKED_MLP + "gate.weight", (ROUTER,)),
-    TensorRule(STACKED_MLP + "experts.gate_up_proj", (EXPERTS + "gate_proj", EXPERTS + "up_proj")),
-    TensorRule(STACKED_MLP + "experts.down_proj", (EXPERTS + "down_proj",)),
-)
-"""of all families with experts, as the modules of transformers 5 have them"""
-
-ROUTER_TRAINING_FIELDS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-"""say how transformers trains a router; they do not change the model's computation"""
 
 MIXTRAL = HubFamily(
     model_type="mixtral",

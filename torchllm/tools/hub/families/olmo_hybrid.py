@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchllm.tools.hub.families.family import FULL, LINEAR, ConfigField, FieldError, HubFamily, TensorRule
+from torchllm.tools.hub.families.gated_delta import DELTA_FIELDS, DELTA_TENSORS, delta_tensor, one_of_four_is_full
 from torchllm.tools.hub.families.llama import DECODER_TENSORS, NO_ATTENTION_BIAS, NORMS_BEFORE, SILU, decoder_fields
 from torchllm.tools.hub.families.olmo2 import NORMS_AFTER, WIDTH_NORMS
-from torchllm.tools.hub.families.qwen3_next import DELTA_FIELDS, DELTA_TENSORS, delta_tensor, one_of_four_is_full
 
 NORMS = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 """of blocks of Gated DeltaNet, in files and here"""

@@ -1,5 +1,6 @@
 """OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): OLMo's norms of all heads of q and k, experts in all blocks."""
 
+from torchllm.tools.hub.families.experts import EXPERT_TENSORS, ROUTER_TRAINING_FIELDS, STACKED_TENSORS
 from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField
 from torchllm.tools.hub.families.llama import (
     ATTENTION_TENSORS,
@@ -9,9 +10,7 @@ from torchllm.tools.hub.families.llama import (
     SILU,
     decoder_fields,
 )
-from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_TENSORS
 from torchllm.tools.hub.families.olmo2 import WIDTH_NORMS
-from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
 
 FIELDS = decoder_fields(
     vocab=50304,

@@ -2,14 +2,18 @@
 shared ones with a gate.
 """
 
+from torchllm.tools.hub.families.experts import (
+    EXPERT_TENSORS,
+    OF_EXPERTS,
+    ROUTER_TRAINING_FIELDS,
+    SHARED_TENSORS,
+    STACKED_TENSORS,
+)
 from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField
-from torchllm.tools.hub.families.llama import ATTENTION_TENSORS, ENDS, MLP_TENSORS, NORMS_BEFORE, SILU, decoder_fields
-from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_TENSORS
+from torchllm.tools.hub.families.llama import DECODER_TENSORS, NORMS_BEFORE, SILU, decoder_fields
 from torchllm.tools.hub.families.qwen2 import QKV_BIASES
-from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
-from torchllm.tools.hub.families.qwen3_next import OF_EXPERTS, SHARED_TENSORS
 
-OTHER_TENSORS = (*ENDS, *ATTENTION_TENSORS, *QKV_BIASES, *NORMS_BEFORE, *MLP_TENSORS, *SHARED_TENSORS)
+OTHER_TENSORS = (*DECODER_TENSORS, *QKV_BIASES, *NORMS_BEFORE, *SHARED_TENSORS)
 
 QWEN2_MOE = HubFamily(
     model_type="qwen2_moe",

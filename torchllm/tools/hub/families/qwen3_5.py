@@ -6,20 +6,10 @@ Published files are of models of text and pictures (`text_part.py`), with tensor
 
 from dataclasses import replace
 
-from torchllm.tools.hub.families import llama
+from torchllm.tools.hub.families import experts, llama
 from torchllm.tools.hub.families.family import ConfigField, RequiredField
-from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_TENSORS
-from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
-from torchllm.tools.hub.families.qwen3_next import (
-    BLOCK_TENSORS,
-    DELTA_FIELDS,
-    EXPERT_FIELDS,
-    FEATURES,
-    OF_EXPERTS,
-    QWEN3_NEXT,
-    SHARED_TENSORS,
-    delta_tensor,
-)
+from torchllm.tools.hub.families.gated_delta import DELTA_FIELDS, delta_tensor
+from torchllm.tools.hub.families.qwen3_next import BLOCK_TENSORS, FEATURES, QWEN3_NEXT
 
 TENSORS = (
     delta_tensor("in_proj_qkv.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight"),
@@ -60,16 +50,16 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    features=FEATURES | OF_EXPERTS | {"router_renormalize": True},
+    features=FEATURES | experts.OF_EXPERTS | {"router_renormalize": True},
     fields=(
         *(field for field in SIZES_WITH_EXPERTS if field.key != "ffn"),
         *DELTA_FIELDS,
-        *EXPERT_FIELDS,
+        *experts.EXPERT_FIELDS,
         ConfigField("num_experts", "experts", 256),
         ConfigField("num_experts_per_tok", "top_k", 8, is_fixed=False),
     ),
-    tensors=(*TENSORS, *SHARED_TENSORS, *EXPERT_TENSORS),
-    stacked_tensors=(*TENSORS, *SHARED_TENSORS, *STACKED_TENSORS),
-    ignored_fields=(*IGNORED, *ROUTER_TRAINING_FIELDS),
+    tensors=(*TENSORS, *experts.SHARED_TENSORS, *experts.EXPERT_TENSORS),
+    stacked_tensors=(*TENSORS, *experts.SHARED_TENSORS, *experts.STACKED_TENSORS),
+    ignored_fields=(*IGNORED, *experts.ROUTER_TRAINING_FIELDS),
     has_shared_width=True,
 )

@@ -1,26 +1,9 @@
 """Qwen3-MoE (Yang et al. 2025, arXiv 2505.09388), as Qwen3-30B-A3B and Qwen3-235B-A22B: Qwen3's form with experts."""
 
-from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
-from torchllm.tools.hub.families.llama import (
-    ATTENTION_TENSORS,
-    ENDS,
-    MLP,
-    MLP_TENSORS,
-    NO_ATTENTION_BIAS,
-    NORMS_BEFORE,
-    SILU,
-    decoder_fields,
-)
-from torchllm.tools.hub.families.mixtral import EXPERTS, ROUTER, ROUTER_TRAINING_FIELDS, STACKED_TENSORS
+from torchllm.tools.hub.families.experts import EXPERT_TENSORS, ROUTER_TRAINING_FIELDS, STACKED_TENSORS
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField
+from torchllm.tools.hub.families.llama import DECODER_TENSORS, NO_ATTENTION_BIAS, NORMS_BEFORE, SILU, decoder_fields
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
-
-EXPERT_TENSORS = (
-    TensorRule(MLP + "gate.weight", (ROUTER,)),
-    TensorRule(MLP + "experts.{expert}.gate_proj.weight", (EXPERTS + "gate_proj",)),
-    TensorRule(MLP + "experts.{expert}.up_proj.weight", (EXPERTS + "up_proj",)),
-    TensorRule(MLP + "experts.{expert}.down_proj.weight", (EXPERTS + "down_proj",)),
-)
-"""of all families with experts but Mixtral"""
 
 QWEN3_MOE = HubFamily(
     model_type="qwen3_moe",
@@ -38,8 +21,8 @@ QWEN3_MOE = HubFamily(
         NO_ATTENTION_BIAS,
         RequiredField("use_sliding_window", (False,), "a sliding window together with experts"),
     ),
-    tensors=(*ENDS, *ATTENTION_TENSORS, *HEAD_NORMS, *NORMS_BEFORE, *MLP_TENSORS, *EXPERT_TENSORS),
-    stacked_tensors=(*ENDS, *ATTENTION_TENSORS, *HEAD_NORMS, *NORMS_BEFORE, *MLP_TENSORS, *STACKED_TENSORS),
+    tensors=(*DECODER_TENSORS, *HEAD_NORMS, *NORMS_BEFORE, *EXPERT_TENSORS),
+    stacked_tensors=(*DECODER_TENSORS, *HEAD_NORMS, *NORMS_BEFORE, *STACKED_TENSORS),
     ignored_fields=(*ROUTER_TRAINING_FIELDS, "sliding_window", "max_window_layers"),
     has_sparse_step=True,
 )
