@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -220,6 +221,37 @@ def families_by_name(module: str, file: Path) -> Iterator[str]:
                 yield f"{node.lineno}: {ast.unparse(node)}"
 
 
+OF_A_PART = re.compile(
+    r"is_mtp|mtp_\w+|latent_\w+|gated_delta|delta_\w+|dense_beside|experts_beside|shared_gate|expert_biases|sinks"
+    r"|attention_gate|v_norm|keys_as_values|block_scale|eh_proj"
+)
+"""keys of [model], and names of modules, that say which parts a block has"""
+ASK_FOR_PARTS = {
+    "config.schema": "the keys, and what a view has of them",
+    "facts.parts": "declarations",
+    "models.attention": "options of attention, in its own file",
+    "models.experts": "options of experts, in their own file",
+    "models.parts": "modules of parts",
+    "tools.config.checks": "lora.rank, another section, and blocks of multi-token prediction",
+    "tools.hub.files": "whether files have these blocks, which their config.json does not say",
+}
+
+
+def conditions_on_a_part(module: str, file: Path) -> Iterator[str]:
+    """A part is declared in `facts/parts`, and code reads its declaration: it does not ask which part it is."""
+    if module.startswith(tuple(ASK_FOR_PARTS)):
+        return
+    for node in nodes(file):
+        tests = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else getattr(node, "ifs", [])
+        for test in [*tests, *([node] if isinstance(node, ast.Compare | ast.BoolOp) else [])]:
+            words = {n.attr for n in ast.walk(test) if isinstance(n, ast.Attribute) and ast.unparse(n.value) != "self"}
+            words |= {
+                n.value.strip(".") for n in ast.walk(test) if isinstance(n, ast.Constant) and type(n.value) is str
+            }
+            if any(OF_A_PART.fullmatch(word) for word in words):
+                yield f"{node.lineno}: {ast.unparse(test)}"
+
+
 SET_ON_MODULES = {
     "arriving": "an exchange of tokens that is under way",
     "embed_positions": "a stage has no such end",
@@ -267,6 +299,7 @@ RULES: dict[Callable[[str, Path], Iterator[str]], tuple[str, str]] = {
     axes_spelled: ("train.other", "mesh['tp']"),
     conditions_on_the_layout: ("recipes.other", "if config.parallel.pp > 1: pass"),
     families_by_name: ("train.other", "model.family == 'gpt'"),
+    conditions_on_a_part: ("parallel.other", "if name.endswith('.eh_proj') or view.dense_beside: pass"),
     unlisted_exchanges: ("parallel.other", "stage.other = 1"),
 }
 """and a module with its text that breaks it"""

@@ -48,6 +48,23 @@ MODELS = {
             full={"head_dim": 12, "keys_as_values": True, "rope_proportional": True, "rotary_fraction": 0.5},
         ),
     ),
+    "Gemma 4 with experts": Model(
+        **SIZES, norm_position="both", v_norm=True, block_scale=True, experts=6, expert_ffn=24, dense_beside=True
+    ),
+    "Ministral 3": Model(
+        **SIZES,
+        rope_scaling="yarn",
+        rope_scaling_factor=4.0,
+        rope_original_length=16,
+        rope_query_scale=0.7,
+    ),
+    "OLMo Hybrid": Model(
+        **SIZES,
+        qk_norm="width",
+        delta_negative=True,
+        pattern=("delta", "full"),
+        kinds=Kinds(delta={"mixer": "gated_delta"}, full={"norm_position": "after", "rotary_fraction": 0.0}),
+    ),
     "gate": Model(**SIZES, attention_gate="element", softmax_scale=0.5, residual_multiplier=0.5),
     "Qwen3-Next": Model(
         **SIZES,

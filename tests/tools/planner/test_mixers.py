@@ -67,6 +67,35 @@ KINDS = c.Kinds(
     },
 )
 EVERY_KIND = c.Model(layers=4, hidden=64, heads=8, kv_heads=4, ffn=64, vocab=64, pattern=tuple(KINDS), kinds=KINDS)
+SIZES = {"hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 64, "vocab": 64}
+DELTA = {"mixer": "gated_delta", "delta_value_heads": 8}
+OF_EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 32}
+MODELS = {
+    "every mixer": EVERY_KIND,
+    "Gemma 4 with experts": c.Model(
+        **{"norm_position": "both", "qk_norm": "head", "v_norm": True, "dense_beside": True, **SIZES, **OF_EXPERTS},
+        layers=2,
+        pattern=("local", "full"),
+        kinds=c.Kinds(local={"window": 17}, full={"keys_as_values": True, "head_dim": 12, "kv_heads": 2}),
+    ),
+    "Qwen3-Next": c.Model(
+        **{"qk_norm": "head", "attention_gate": "element", "shared_experts": 1, "shared_gate": True, **SIZES},
+        **OF_EXPERTS,
+        layers=2,
+        pattern=("delta", "full"),
+        kinds=c.Kinds(delta=DELTA, full={}),
+    ),
+    "OLMo Hybrid": c.Model(
+        **SIZES,
+        layers=2,
+        qk_norm="width",
+        pattern=("delta", "full"),
+        kinds=c.Kinds(delta=DELTA, full={"norm_position": "after"}),
+    ),
+    "Ministral 3": c.Model(
+        **SIZES, layers=2, rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_length=64, rope_query_scale=0.7
+    ),
+}
 SHARED: dict[str, dict[str, Any]] = {
     "ring of four": {"cp": 4},
     "ring of two": {"cp": 2},
@@ -90,10 +119,10 @@ def traced_bytes(model: c.Model, layout: dict[str, Any]) -> dict[str, float]:
     return axes
 
 
-def planned_bytes(layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def planned_bytes(model: c.Model, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Return the seconds of a period's collectives where a byte takes one and nothing else takes any, by axis."""
     settings = {"dp_shard": 2, "sequence_length": 256, "global_batch_size": 2, "micro_batch_size": 1, **layout}
-    whole = case(model=EVERY_KIND, **settings)
+    whole = case(model=model, **settings)
     waitless = replace(whole.software.constants, wait=0.0, exposed=1.0)
     whole = replace(whole, software=replace(whole.software, constants=waitless))
 
@@ -109,11 +138,11 @@ def planned_bytes(layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> di
     }
 
 
-def omitted_bytes(layout: dict[str, Any]) -> float:
+def omitted_bytes(model: c.Model, layout: dict[str, Any]) -> float:
     """Return what the planner omits: gradients of vectors that a rank uses for its heads, or its part of sequences."""
     cuts = {"whole_per_head"} | ({"whole"} if "sequence_parallel" in layout else set())
     bytes_of_vectors = 0.0
-    for view in (EVERY_KIND.of_block(block) for block in range(EVERY_KIND.layers)):
+    for view in model.views:
         for name, shape in shapes_of_view(view).items():
             parameter = parameter_of_block(name)
             assert parameter is not None
