@@ -67,15 +67,15 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     done: list[str] = []
     """prefixes of low-rank updates, whose styles cut all that is inside"""
     of_parts: set[str] = set()
-    """modules with parameters that the styles of their part cut"""
+    """modules that the styles of their part cut: itself, and those with parameters"""
     for index, block in stage.layers.items():
         view = stage.model.of_block(int(index))
         for place, part in (("", around(view)), ("self_attn", mixer(view)), ("mlp", feed_forward(view))):
             if part and part.styles:
                 styles_inside = found(part.styles)(block.get_submodule(place), hidden, shares_experts)
-                for name, style in styles_inside.items():
-                    plan[".".join(filter(None, ("layers", index, place, name)))] = style
-                of_parts |= {f"layers.{index}.{parameter.module}" for parameter in part.parameters}
+                prefix = f"layers.{index}.{place}".removesuffix(".")
+                plan |= {f"{prefix}.{name}".removesuffix("."): style for name, style in styles_inside.items()}
+                of_parts |= {prefix, *(f"layers.{index}.{parameter.module}" for parameter in part.parameters)}
     for name, module in stage.named_modules():
         if isinstance(module, UpdatedLinear):
             plan[name] = LowRankUpdate(rule_of(canonical_name(f"{name}.weight")).cut, hidden)
