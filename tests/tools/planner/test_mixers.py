@@ -139,25 +139,31 @@ def planned_bytes(model: c.Model, layout: dict[str, Any], monkeypatch: pytest.Mo
 
 
 def omitted_bytes(model: c.Model, layout: dict[str, Any]) -> float:
-    """Return what the planner omits: gradients of vectors that a rank uses for its heads, or its part of sequences."""
-    cuts = {"whole_per_head"} | ({"whole"} if "sequence_parallel" in layout else set())
-    bytes_of_vectors = 0.0
+    """Return what the planner omits: gradients of vectors and routers that a rank uses for its heads, its features or
+    its part of sequences; a router's are float32."""
+    cuts = {"whole_per_head", "whole_summed"} | ({"whole"} if "sequence_parallel" in layout else set())
+    omitted = 0.0
     for view in model.views:
         for name, shape in shapes_of_view(view).items():
             parameter = parameter_of_block(name)
             assert parameter is not None
-            if parameter.cut in cuts and parameter.role == "vector":
-                bytes_of_vectors += 2.0 * math.prod(shape)
-    return bytes_of_vectors * 2 * (layout["tp"] - 1) / layout["tp"] if "tp" in layout else 0.0
+            if parameter.cut in cuts and parameter.role in ("vector", "router"):
+                omitted += (4.0 if ".router." in name else 2.0) * math.prod(shape)
+    return omitted * 2 * (layout["tp"] - 1) / layout["tp"] if "tp" in layout else 0.0
+
+
+CASES = [(model, layout) for model in MODELS for layout in SHARED]
+BY_DEFAULT = [("every mixer", "ring of four")]
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "ring of four" else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHARED]
+    "name, layout_name",
+    [case if case in BY_DEFAULT else pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES],
 )
-def test_messages_are_what_the_dry_run_traces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_what_the_dry_run_traces(name: str, layout_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one more period: the ends of a model send too. In a ring the busiest rank counts, which is not the first."""
-    layout = SHARED[name]
-    once, twice = (traced_bytes(replace(EVERY_KIND, layers=layers), layout) for layers in (4, 8))
-    planned = planned_bytes(layout, monkeypatch)
-    planned["tp"] += omitted_bytes(layout)
+    model, layout = MODELS[name], SHARED[layout_name]
+    once, twice = (traced_bytes(replace(model, layers=layers), layout) for layers in (model.layers, 2 * model.layers))
+    planned = planned_bytes(model, layout, monkeypatch)
+    planned["tp"] += omitted_bytes(model, layout)
     assert {axis: twice[axis] - once[axis] for axis in once} == planned
