@@ -67,21 +67,30 @@ KINDS = c.Kinds(
     },
 )
 EVERY_KIND = c.Model(layers=4, hidden=64, heads=8, kv_heads=4, ffn=64, vocab=64, pattern=tuple(KINDS), kinds=KINDS)
-SIZES = {"hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 64, "vocab": 64}
-DELTA = {"mixer": "gated_delta", "delta_value_heads": 8}
-OF_EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 32}
+SIZES: dict[str, Any] = {"hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 64, "vocab": 64}
+DELTA: dict[str, Any] = {"mixer": "gated_delta", "delta_value_heads": 8}
+OF_EXPERTS: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 32}
 MODELS = {
     "every mixer": EVERY_KIND,
     "Gemma 4 with experts": c.Model(
-        **{"norm_position": "both", "qk_norm": "head", "v_norm": True, "dense_beside": True, **SIZES, **OF_EXPERTS},
+        **SIZES,
+        **OF_EXPERTS,
         layers=2,
+        norm_position="both",
+        qk_norm="head",
+        v_norm=True,
+        dense_beside=True,
         pattern=("local", "full"),
         kinds=c.Kinds(local={"window": 17}, full={"keys_as_values": True, "head_dim": 12, "kv_heads": 2}),
     ),
     "Qwen3-Next": c.Model(
-        **{"qk_norm": "head", "attention_gate": "element", "shared_experts": 1, "shared_gate": True, **SIZES},
+        **SIZES,
         **OF_EXPERTS,
         layers=2,
+        qk_norm="head",
+        attention_gate="element",
+        shared_experts=1,
+        shared_gate=True,
         pattern=("delta", "full"),
         kinds=c.Kinds(delta=DELTA, full={}),
     ),
@@ -157,7 +166,7 @@ BY_DEFAULT = [("every mixer", "ring of four")]
 
 
 @pytest.mark.parametrize(
-    "name, layout_name",
+    ("name", "layout_name"),
     [case if case in BY_DEFAULT else pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES],
 )
 def test_messages_are_what_the_dry_run_traces(name: str, layout_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
