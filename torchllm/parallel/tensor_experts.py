@@ -37,7 +37,7 @@ def styles_of_experts(layer: nn.Module, hidden: Placement, shares_experts: bool)
     # They are summed with the routed ones, or by themselves with expert parallelism.
     sums_of_rank = hidden if shares_experts else Partial()
     of_modules |= {
-        "shared": SharedExpertsOfAllTokens(),
+        "shared": SharedExpertsOfAllTokens(gathers=shares_experts),
         "shared.gate_proj": ColwiseParallel(),
         "shared.up_proj": ColwiseParallel(),
         "shared.down_proj": RowwiseParallel(output_layouts=sums_of_rank, use_local_output=False),
@@ -132,12 +132,19 @@ class ExpertsByTokens(ParallelStyle):
 
 
 class SharedExpertsOfAllTokens(ParallelStyle):
-    """Shared experts, which gather the sequence over tp if it is sharded."""
+    """Shared experts. gathers: they gather the sequence over tp if it is sharded.
+
+    Where their input is whole already, the backward of a gather would sum gradients that are summed with others' later.
+    """
+
+    def __init__(self, gathers: bool) -> None:
+        self.gathers = gathers
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, SharedExperts)
-        module.gather = gathered  # type: ignore[assignment]  # a seam
-        module.all_tokens = lambda x: module.gather(x)  # type: ignore[operator]
+        if self.gathers:
+            module.gather = gathered  # type: ignore[assignment]  # a seam
+            module.all_tokens = lambda x: module.gather(x)  # type: ignore[operator]
         module.for_own_features = self._plain
         return module
 

@@ -102,7 +102,7 @@ MODELS = {
         kinds=c.Kinds(delta=DELTA, full={"norm_position": "after"}),
     ),
     "Ministral 3": c.Model(
-        **SIZES, layers=2, rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_length=64, rope_query_scale=0.7
+        **SIZES, layers=1, rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_length=64, rope_query_scale=0.7
     ),
 }
 SHARED: dict[str, dict[str, Any]] = {
