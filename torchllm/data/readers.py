@@ -58,7 +58,7 @@ class TokensReader(SourceReader):
         return corpus_folder(source.path, settings.data)
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
-        return open_corpus(folder, settings)
+        return open_corpus(folder if is_url(source.path) else source.path, settings)
 
 
 class SyntheticReader(SourceReader):
