@@ -25,7 +25,7 @@ TOOLS = [
     *("tools.resources", "tools.config", "tools.planner", "tools.iterable", "tools.mesh_axes", "tools.torch_names"),
     "tools.continue_texts",
     *("tools.launch", "tools.prepare", "tools.hub", "tools.dry_run", "tools.watch", "tools.adapt", "tools.proof"),
-    *("tools.front", "tools.generate", "tools.pipeline"),
+    *("tools.front", "tools.generate"),
 ]
 """They stand on the core, which imports none of them; each also imports only those above it."""
 ROOMS = [*CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]
@@ -37,7 +37,7 @@ TORCH_FREE_MODULES = {
     *("runtime.heartbeat", "tools.launch.launcher_notes", "tools.launch.lease"),
     "tools.launch.take_lease",
     *("tools.hub.config_json", "tools.hub.files", "tools.hub.model_card", "tools.hub.resolve"),
-    *("tools.pipeline.pipeline", "tools.pipeline.stages", "tools.watch.runs"),
+    "tools.watch.runs",
 }
 """in rooms that import torch; a launcher or a check imports them before it"""
 
