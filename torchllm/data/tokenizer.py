@@ -4,7 +4,7 @@ A document is never trusted: text that looks like a special token ("<|end_of_tex
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -42,10 +42,8 @@ class Tokenizer(Protocol):
     """id put after a document; generation stops at it"""
     fingerprint: str
     """changes if any text could be encoded differently"""
-    earlier_fingerprints: tuple[str, str]
-    """fingerprints in earlier versions, newest first: same ids of documents, but possibly another begin"""
-    begins: Mapping[str, tuple[int, ...]]
-    """ids put before a document, for each of these fingerprints"""
+    begins: Sequence[int]
+    """ids put before a document"""
     unknown: int | None
     """id of unknown text; None: the tokenizer encodes any text"""
     notes: Sequence[str]
@@ -123,7 +121,7 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
 def describe_documents(tokenizer: Tokenizer) -> list[str]:
     """Return a line about the ids before and after a document, and lines about ignored settings and inexact bytes."""
     end = f"{tokenizer.decode([tokenizer.end])} ({tokenizer.end})"
-    begins = [f"{tokenizer.decode([token])} ({token})" for token in tokenizer.begins[tokenizer.fingerprint]]
+    begins = [f"{tokenizer.decode([token])} ({token})" for token in tokenizer.begins]
     before = " ".join(begins) or "nothing"
     lines = [f"data.tokenizer: before a document {before}, after it {end}", *tokenizer.notes]
     (ids,) = tokenizer.encode_documents([_SAMPLE])
@@ -144,8 +142,7 @@ class ByteTokenizer:
         self.name, self.vocab, self.end = "bytes", 258, 257
         self.begin: int | None = 256
         self.fingerprint = "bytes"
-        self.earlier_fingerprints = ("bytes", "bytes")
-        self.begins: Mapping[str, tuple[int, ...]] = {"bytes": (256,)}
+        self.begins: Sequence[int] = (256,)
         self.unknown: int | None = None
         self.notes: Sequence[str] = ()
 

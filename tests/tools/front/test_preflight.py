@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.checkpoint.manifest import Manifest, publish, write_file
 from torchllm.config import Data, Source
-from torchllm.data.corpus import Corpus, SequenceSource
+from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -26,8 +25,6 @@ from torchllm.tools.front import preflight
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.prepare.cache import is_cached, plan_corpus, prepare_cached
-from torchllm.tools.prepare.formats.in_place import InPlaceCorpus, describe_in_place, in_place_settings
-from torchllm.tools.prepare.plan import Rules
 
 TEXT_SOURCE = ["--data.sources.0.kind=text", "--data.sources.0.path=words.txt"]
 SHORT = "--training.sequence_length=32"
@@ -235,32 +232,6 @@ def test_a_run_that_lacks_nothing_is_not_talked_about(folder: Path, capsys: pyte
             checked(*arguments, "--evaluate.interval=0")
         assert capsys.readouterr().err.startswith("global batch")
     assert {path.name for path in folder.iterdir()} == {"words.txt", "shards"}  # a look leaves nothing behind
-
-
-@pytest.mark.parametrize(("kind", "content"), [("text", b"some words " * 100), ("nanogpt", bytes(2000))])
-def test_a_run_that_goes_on_is_not_refused_for_the_names_of_its_files(
-    kind: str, content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "data").mkdir()
-    (folder / "data" / f"test.{'bin' if kind == 'nanogpt' else 'txt'}").write_bytes(content)
-    arguments = [f"--data.sources.0.kind={kind}", "--data.sources.0.path=data", SHORT, "--run.folder=run"]
-    arguments += ["--evaluate.interval=0", *(["--data.dtype=uint16", "--data.separator=1"] * (kind == "nanogpt"))]
-    assert "by their names all of the 1 files" in refusal(capsys, lambda: checked(*arguments))[0]
-    source = Source(kind, str(folder / "data"))
-    data = Data((source,), cache=str(folder / "cache" / "torchllm"))
-    if kind == "nanogpt":
-        data = replace(data, dtype="uint16", separator=1)
-    if kind == "text":
-        corpus: SequenceSource = Corpus(
-            prepare_cached(plan_corpus(source, ReaderSettings(data, 264, ByteTokenizer()), rules=Rules.FIRST), data)
-        )
-    else:
-        corpus = InPlaceCorpus(
-            describe_in_place(source, data, 264, rules=Rules.FIRST), in_place_settings(source, data), 264
-        )
-    write_checkpoint(folder / "run" / "checkpoints", 1, {"fingerprint": {"sources": [[corpus.fingerprint, 1.0]]}})
-    with pytest.raises(SystemExit, match="0"):
-        checked(*arguments)
 
 
 def test_a_cache_of_another_user_that_may_not_be_read(

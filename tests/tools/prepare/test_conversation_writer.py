@@ -20,10 +20,10 @@ from torchllm.data.corpus import Corpus, close_shards
 from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.data.packing import IGNORED, PackedBatches, SequencePieces, pack_windows
-from torchllm.data.readers import ReaderSettings, open_corpus, reader_of
+from torchllm.data.readers import ReaderSettings, open_corpus
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import choose_split, write_corpus
-from torchllm.tools.prepare.cache import cached_folder, plan_corpus
+from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chat.plan import chat_format
 from torchllm.tools.prepare.chat.template import Conversation
 from torchllm.tools.prepare.conversation_writer import preparation_day
@@ -354,39 +354,3 @@ def test_calls_are_the_same_from_lines_tables_and_json_text(tmp_path: Path) -> N
         ), path
     assert len(found["talks.jsonl"]) == 6
     assert all(examples == found["talks.jsonl"] for examples in found.values())
-
-
-def test_a_run_goes_on_with_calls_as_an_earlier_version_wrote_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A new run does not. A corpus without calls is the same, and so is the key where the template writes none.
-
-    Earlier versions still took another begin for this tokenizer: this corpus is of the one before today's.
-    """
-    caplog.set_level("INFO")
-    for name, family, rows, is_same_key in (
-        ("calls", CALLS, [calling(number, as_text=True) for number in range(4)], False),
-        ("no calls", CALLS, [{"messages": messages} for messages in TALKS], False),
-        ("no tools", QWEN3, [{"messages": messages} for messages in TALKS], True),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        data = settings(folder, family, cache=str(folder / "cache"))
-        content = json.loads(Path(data.tokenizer).read_text())
-        Path(data.tokenizer).write_text(json.dumps(content | {"post_processor": None}))
-        (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = Source(kind="jsonl", path=str(folder / "talks.jsonl"), messages_key="messages")
-        data = replace(data, sources=(source,))
-        earlier = replace(planned(source, data), reads_calls=False)
-        assert (earlier.key == planned(source, data).key) == is_same_key, name
-        recorded = write_corpus(
-            earlier, partial(load_tokenizer, data.tokenizer, data.pattern), cached_folder(data, earlier)
-        )
-        tokenizer = load_tokenizer(data.tokenizer)
-        reads = ReaderSettings(data, tokenizer.vocab, tokenizer, Finetune(), LENGTH)
-        today = Corpus(Path(reader_of("jsonl").prepare(source, reads)))
-        assert (today.fingerprint == recorded.fingerprint) == (name != "calls"), name
-        caplog.clear()
-        resumed = Corpus(Path(reader_of("jsonl").prepare(source, reads, recorded.fingerprint)))
-        assert resumed.fingerprint == recorded.fingerprint, name
-        assert ("the run goes on with the files and tokens that its corpus" in caplog.text) == (name == "calls"), name

@@ -21,7 +21,7 @@ from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model, 
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.device import choose_device, compute_dtype
 from torchllm.tools.config.checks import sampling_problems
-from torchllm.tools.continue_texts import begin_of_text, continue_texts
+from torchllm.tools.continue_texts import continue_texts
 from torchllm.tools.front.resolve import load_model
 from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.hub.text_facts import published_ends
@@ -129,7 +129,7 @@ class LanguageModel:
     @cached_property
     def begin(self) -> list[int]:
         """The ids before each text."""
-        return begin_of_text(self.tokenizer, {} if self.manifest is None else self.manifest.data)
+        return list(self.tokenizer.begins)
 
     @cached_property
     def _ends(self) -> set[int]:

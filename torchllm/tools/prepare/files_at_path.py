@@ -29,11 +29,10 @@ from torchllm.tools.prepare.unpack import open_unpacked
 log = logging.getLogger(__name__)
 
 
-def files_at_path(source: Source, reads_all: bool) -> ChosenFiles:
-    """Return the files at the path of a source of text, sorted by path. Arguments and errors: `choose_files`."""
-    takes_all = reads_all and source.kind == "text"
+def files_at_path(source: Source) -> ChosenFiles:
+    """Return the files at the path of a source of text, sorted by path. Errors: `choose_files`."""
     files = FILES_OF[source.kind]
-    found = find_files(source.path, lambda name: takes_all or kind_of_file(name) in files, reads_all)
+    found = find_files(source.path, lambda name: kind_of_file(name) in files)
     if not found.files:
         reason = _why_none(source, found)
         raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {reason}")

@@ -1,7 +1,7 @@
 """Tokenizers in tiktoken's rank files."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ class _Vocabulary(NamedTuple):
     special: dict[str, int]
     """ids of the special tokens"""
     begin: str
-    """special token that begins a document; earlier versions also used it if it is the end token"""
+    """special token that begins a document, unless it is the end token"""
     end: str
     """special token that ends a document"""
 
@@ -133,13 +133,9 @@ class TiktokenTokenizer:
         self.end = vocabulary.special[vocabulary.end]
         begin = vocabulary.special[vocabulary.begin]
         self.begin: int | None = None if begin == self.end else begin
-        earlier = f"{path.name}-{pattern}-{digest[:16]}"
-        self.fingerprint = earlier if begin == self.begin else f"{path.name}-{pattern}-{self.begin}-{digest[:16]}"
-        self.earlier_fingerprints = (self.fingerprint, earlier)
-        self.begins: Mapping[str, tuple[int, ...]] = {
-            self.fingerprint: () if self.begin is None else (begin,),
-            earlier: (begin,),
-        }
+        self.begins: Sequence[int] = () if self.begin is None else (begin,)
+        named = pattern if self.begins else f"{pattern}-None"
+        self.fingerprint = f"{path.name}-{named}-{digest[:16]}"
         self.unknown: int | None = None
         self.notes: Sequence[str] = ()
         self.threads = threads

@@ -46,7 +46,6 @@ def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
     file.write_text("{{ messages }}\f", encoding="utf-8-sig")
     for named in ("", str(file)):
         assert read_template(tmp_path / "tokenizer.json", named) == "{{ messages }}\f"
-        assert read_template(tmp_path / "tokenizer.json", named, earlier=True) == "\ufeff{{ messages }}\f"
 
 
 def test_a_template_reads_objects_and_numbers() -> None:

@@ -27,15 +27,15 @@ class ChatPlan:
     """that the template knows by name, such as {"eos_token": "</s>"}"""
 
 
-def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int, earlier: bool = False) -> ChatPlan:
-    """Return the plan for conversations with data.tokenizer. earlier: as in `read_template`.
+def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int) -> ChatPlan:
+    """Return the plan for conversations with data.tokenizer.
 
     Raises DataError if the tokenizer or the template cannot be used.
     """
     load_chat_encoder(tokenizer)
     path = Path(tokenizer)
     special_tokens = special_tokens_of(read_tokenizer_config(path))
-    template = read_template(path, finetune.chat_template, earlier)
+    template = read_template(path, finetune.chat_template)
     try_template(template, special_tokens)
     return ChatPlan(sequence_length, template, special_tokens)
 
@@ -49,8 +49,8 @@ def chat_format(tokenizer: str, plan: ChatPlan, day: date | None = None, reads_c
 def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[str, Any]) -> ChatPlan | None:
     """Return how the conversations of a run were written; None if it had none.
 
-    state, record: of the data and of the run, in a checkpoint. One of an earlier version does not hold the template;
-    then, and where the config names another file than the run did, it is read. Raises DataError if that fails.
+    state, record: of the data and of the run, in a checkpoint. Where the config names another template than the run
+    did, it is read. Raises DataError if that fails.
     """
     saved = state.get("chat")
     template_file = record.get("config", {}).get("finetune", {}).get("chat_template", "")
