@@ -672,13 +672,7 @@ class Data:
     validation: tuple[Source, ...] = ()
     """one [[data.validation]] table per source to evaluate on, all of it and in place of what sources hold out"""
     tokenizer: Annotated[str, IsPath(names=("bytes",))] = "bytes"
-    """bytes, a tiktoken rank file (Llama 3's tokenizer.model), or a Hugging Face tokenizer.json"""
-    pattern: Annotated[
-        Literal["llama3", "cl100k", "gpt2", "o200k"],
-        Unsupported("r50k", 'it is the pattern of GPT-2: set "gpt2"'),
-        Needs("a tiktoken rank file as data.tokenizer"),
-    ] = "llama3"
-    """how a tiktoken rank file splits text before merging, and which special tokens it has; gpt2 is r50k's too"""
+    """bytes, or the path of a Hugging Face tokenizer.json"""
     dtype: Annotated[Literal["", "uint16", "int32", "uint32", "int64"], Needs('a source of kind "nanogpt"')] = ""
     """type of a token id in files without a header (nanogpt)"""
     separator: Annotated[int, Bound(at_least=-1), Needs('a source of kind "nanogpt", "llmc" or "mds"')] = -1

@@ -41,7 +41,7 @@ def open_sources(
 
     def prepare() -> tuple[ReaderSettings, str]:
         needs_tokenizer = any(source.kind != "synthetic" for source in data.all_sources.values())
-        tokenizer = load_tokenizer(data.tokenizer, data.pattern) if needs_tokenizer else None
+        tokenizer = load_tokenizer(data.tokenizer) if needs_tokenizer else None
         settings = ReaderSettings(data, model.vocab, tokenizer, finetune, training.sequence_length)
         return settings, json.dumps(_prepare(data, settings)) if ranks.prepares else ""
 

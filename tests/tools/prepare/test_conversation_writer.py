@@ -61,9 +61,7 @@ def planned(source: Source, data: Data, shard_mib: float = 0.0, length: int = LE
 
 
 def written(folder: Path, source: Source, data: Data, processes: int = 1, **plan: Any) -> Corpus:
-    write_corpus(
-        planned(source, data, **plan), partial(load_tokenizer, data.tokenizer, data.pattern), folder, processes
-    )
+    write_corpus(planned(source, data, **plan), partial(load_tokenizer, data.tokenizer), folder, processes)
     return Corpus(folder)
 
 
@@ -212,14 +210,12 @@ def test_of_few_conversations_the_last_ones_are_held_out_whole(tmp_path: Path) -
         data = settings(folder, family, validation_fraction=0.1)
         source = write_lines(folder / "talks.jsonl", TALKS)
         plan = choose_split(planned(source, data))
-        write_corpus(plan, partial(load_tokenizer, data.tokenizer, data.pattern), folder / "corpus")
+        write_corpus(plan, partial(load_tokenizer, data.tokenizer), folder / "corpus")
         corpus = Corpus(folder / "corpus")
         assert stored_examples(corpus) == direct_examples(source, data, TALKS[:-3], folder), number
         assert corpus.count("validation", LENGTH) >= 1, number
     one = write_lines(tmp_path / "one.jsonl", TALKS[:1])
-    write_corpus(
-        choose_split(planned(one, data)), partial(load_tokenizer, data.tokenizer, data.pattern), tmp_path / "one"
-    )
+    write_corpus(choose_split(planned(one, data)), partial(load_tokenizer, data.tokenizer), tmp_path / "one")
     assert Corpus(tmp_path / "one").tokens("validation") == 0  # nothing would be left to train on
 
 

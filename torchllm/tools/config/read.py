@@ -43,6 +43,10 @@ def config_error(key: str, message: str) -> ConfigError:
     return ConfigError(tuple(key.split(".")), message)
 
 
+GONE = {("data", "pattern")}
+"""keys that config.toml of earlier runs has; they have no effect"""
+
+
 def read_table(schema: type, table: dict[str, Any], faults: list[ConfigError]) -> Any:
     """Return a `schema` with the values of a plain table.
 
@@ -66,7 +70,8 @@ class _TableReader:
         for key, value in table.items():
             key_path = (*path, key)
             if key not in types:
-                self.report_unknown(kind, key_path, value)
+                if key_path not in GONE:
+                    self.report_unknown(kind, key_path, value)
                 continue
             result = self.read_value(types[key], value, key_path)
             if result is not _WRONG:

@@ -407,7 +407,7 @@ class _DataInspector:
         if not list(self._sources_of_text()):
             return None
         try:
-            return load_tokenizer(self.data.tokenizer, self.data.pattern)
+            return load_tokenizer(self.data.tokenizer)
         except UserError as error:
             self.inspection.report("data.tokenizer", str(error).removeprefix("data.tokenizer: "))
         except Exception as error:  # of a library, or in another file of the tokenizer's folder

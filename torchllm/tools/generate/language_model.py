@@ -233,4 +233,4 @@ def language_model(config: Config) -> LanguageModel:
         source = initial_weights(config)
         assert source is not None  # model.from_hf is set
         source.load([model], None)
-    return LanguageModel(config, model, load_tokenizer(config.data.tokenizer, config.data.pattern), manifest)
+    return LanguageModel(config, model, load_tokenizer(config.data.tokenizer), manifest)

@@ -36,7 +36,7 @@ from torchllm.tools.hub.hf_writer import (
 from torchllm.tools.hub.model_card import CardFacts, write_model_card
 from torchllm.tools.hub.text_facts import TextFacts, text_facts
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
-from torchllm.tools.prepare.tokenizer_json import InexactTokenizer, write_tokenizer
+from torchllm.tools.prepare.tokenizer_json import write_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     checkpoints = open_checkpoints(config, ema)
     manifest = checkpoints[0].manifest
     origin = published_origin(manifest.record)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     trained = replace(config.model, max_sequence_length=config.longest_text)
     model = without_padding(trained, tokenizer.vocab, origin)
     family = family_to_export(model, origin.model_type)
@@ -98,7 +98,7 @@ def export_adapter(config: Config, final: Path | str, *, ema: bool = False) -> E
         )
     updates = read_updates(checkpoint)
     family = family_to_export(config.model, origin.model_type)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     dtype = getattr(torch, config.export.dtype)
     path = Path(final)
     base = config.model.from_hf
@@ -158,10 +158,7 @@ def export_texts(
             "it is not the tokenizer of this model; name that in data.tokenizer, or put its files into the folder",
         )
     facts = text_facts(config, manifest, tokenizer)
-    try:
-        write_tokenizer(tokenizer, folder, config.longest_text, facts.chat)
-    except InexactTokenizer as error:
-        return ExportedTexts(None, f"no tokenizer.json gives the ids of {tokenizer.name}: {error}")
+    write_tokenizer(tokenizer, folder, config.longest_text, facts.chat)
     pattern = family.tokenizer_pattern
     if pattern and json.dumps(pattern) not in (folder / "tokenizer.json").read_text("utf-8"):
         log.warning(

@@ -141,7 +141,7 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
     from torchllm.runtime.host_limits import usable_cores
     from torchllm.tools.prepare.build import write_corpus
 
-    load = partial(load_tokenizer, data.tokenizer, data.pattern, usable_cores())
+    load = partial(load_tokenizer, data.tokenizer, usable_cores())
     source = _described(plan)  # before it is read: a later change shows
     write_corpus(plan, load, folder, max_bad_share=data.max_bad_share)
     _note_source(folder, source)

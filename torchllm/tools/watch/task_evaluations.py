@@ -38,7 +38,7 @@ class TaskEvaluations(Observer):
         problem = None
         if runtime.is_main:
             try:
-                self.tokenizer = load_tokenizer(data.tokenizer, data.pattern)
+                self.tokenizer = load_tokenizer(data.tokenizer)
                 self.tasks = self.tasks or Tasks(run.config.evaluate.tasks)
                 self.tasks.check_model(self.ranks, self.tokenizer)
             except UserError as error:
