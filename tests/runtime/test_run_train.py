@@ -516,7 +516,7 @@ def test_the_main_job(start: Callable[..., Started], tmp_path: Path, monkeypatch
 
     assert [path.name for path in sorted(folder.glob("checkpoints/*"))] == ["step-00000004", "step-00000008"]
     assert list(folder.glob("tensorboard/events.*"))
-    files = {"config.toml", "metrics.jsonl", "goodput.json", "sources.txt", "sample.txt"}
+    files = {"config.toml", "metrics.jsonl", "goodput.json", "sample.txt"}
     assert {path.name for path in folder.iterdir()} == files | {"tensorboard", "checkpoints", "lease"}
     assert [DONE in file.read_text() for file in folder.glob("lease/*")] == [True]  # for nodes that wait
     monkeypatch.setenv("WORLD_SIZE", "2")

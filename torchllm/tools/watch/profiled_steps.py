@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from torchllm.config import Config
 from torchllm.facts.flops import flops_per_token
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
@@ -69,11 +68,7 @@ class ProfiledSteps(Observer):
         parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
         run.meter.write(profiled.step, {"step": profiled.step} | parts)
         if self.logs_first and not self.has_described_a_step and run.runtime.is_main:
-            mfu, expected = step_mfu(run, seconds), None
-            if mfu is not None:
-                with run.meter.pause("plan"):  # the others wait for this rank, once
-                    expected = planned_mfu(run.config)
-            log.info("%s", profiled.describe(mfu, expected))
+            log.info("%s", profiled.describe(step_mfu(run, seconds)))
         self.has_described_a_step = True
         if profiled.slow is None:
             return
@@ -96,11 +91,3 @@ def step_mfu(run: ObservedRun, seconds: float) -> float | None:
     length = config.training.sequence_length
     flops = flops_per_token(config.model, length, trained=config.trained)
     return run.meter.utilization(config.training.global_batch_size * length / seconds * flops)
-
-
-def planned_mfu(config: Config) -> float | None:
-    """Return the MFU that the planner predicts; None where it does not know the machine, or some products (float8)."""
-    from torchllm.tools.planner.search.auto import planned  # 40 files: on rank 0, after the first profiled step
-
-    prediction = None if config.float8.is_on else planned(config)
-    return prediction.mfu if prediction else None
