@@ -12,7 +12,6 @@ from torchllm.tools.prepare.chat.encoder import load_chat_encoder
 from torchllm.tools.prepare.chat.examples import ChatFormat
 from torchllm.tools.prepare.chat.template import ChatTemplate, read_template
 from torchllm.tools.prepare.chat.tokenizer_config import read_tokenizer_config, special_tokens_of
-from torchllm.tools.prepare.chat.trial import try_template
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int) -> ChatP
     path = Path(tokenizer)
     special_tokens = special_tokens_of(read_tokenizer_config(path))
     template = read_template(path, finetune.chat_template)
-    try_template(template, special_tokens)
+    _ = ChatTemplate(template, special_tokens, date.today()).reads_parts  # an error now if it writes no answers
     return ChatPlan(sequence_length, template, special_tokens)
 
 
@@ -55,9 +54,7 @@ def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[s
     saved = state.get("chat")
     template_file = record.get("config", {}).get("finetune", {}).get("chat_template", "")
     if saved is not None and same_path(template_file, config.finetune.chat_template):
-        plan = ChatPlan(**saved)
-        try_template(plan.template, plan.special_tokens)
-        return plan
+        return ChatPlan(**saved)
     if saved is not None or config.generate.chat or any(source.messages_key for source in config.data.sources):
         return plan_chat(config.data.tokenizer, config.finetune, config.training.sequence_length)
     return None
