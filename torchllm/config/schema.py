@@ -150,7 +150,7 @@ class Run:
     collect_garbage_interval: Natural = 100
     """steps between full garbage collections of Python, on all ranks at the same step; 0: leave it to Python"""
     on_event: str = ""
-    """command that is called with the name of an event (hang, restart, nan, imbalance, end) and the run folder;
+    """command that is called with the name of an event (hang, restart, nan, end) and the run folder;
     empty: none"""
     dry_run: Annotated[bool, AppliedBy("dry_run(config) instead of training")] = False
     """do not train: print the memory and the messages of each kind of rank, for any number of ranks"""
@@ -603,11 +603,11 @@ def without_experts(model: Model) -> Model:
     return replace(model, dense_layers=0, **of_experts)
 
 
-RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "csv", "arrow", "hub")
+RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "hub")
 """kinds of sources that are tokenized when the run starts"""
 IN_PLACE_KINDS = ("megatron", "llmc", "nanogpt", "mds")
 """kinds of sources that are token files of other programs"""
-TABLES = ("jsonl", "parquet", "csv", "arrow", "hub")
+TABLES = ("jsonl", "parquet", "hub")
 """kinds of sources whose records have keys or columns"""
 
 
@@ -620,8 +620,6 @@ class Source:
         "text",
         "jsonl",
         "parquet",
-        "csv",
-        "arrow",
         "hub",
         "tokens",
         "megatron",
@@ -638,8 +636,8 @@ class Source:
     """key or column with the text, or with token ids (mds: if several columns are arrays)"""
     messages_key: Annotated[str, OfKinds(TABLES)] = ""
     """key or column of conversations: "messages", "conversations" (ShareGPT), "instruction" (Alpaca); empty: text"""
-    delimiter: Annotated[str, OfKinds(("text", "csv"))] = ""
-    """between documents of a text file, as "\\n\\n"; empty: a file is one; between cells of csv; empty: the usual"""
+    delimiter: Annotated[str, OfKinds(("text",))] = ""
+    """between documents of a text file, as "\\n\\n"; empty: a file is one"""
     subset: Annotated[str, OfKinds(("hub",))] = ""
     """configuration of a hub data set; empty: its default"""
     split: Annotated[str, OfKinds(("hub",))] = "train"

@@ -28,6 +28,6 @@ def _hugging_face_tokenizer(*arguments: Any) -> Any:
     return HuggingFaceTokenizer(*arguments)
 
 
-READERS |= dict.fromkeys(("stdlib", "text", "jsonl", "parquet", "csv", "arrow", "hub"), _raw_reader)
+READERS |= dict.fromkeys(("stdlib", "text", "jsonl", "parquet", "hub"), _raw_reader)
 READERS |= dict.fromkeys(("megatron", "llmc", "nanogpt", "mds"), _in_place_reader)
 TOKENIZERS["tokenizer.json"] = _hugging_face_tokenizer

@@ -80,10 +80,10 @@ LACKS = {
         "--data.sources.0.path: no file matches 'word.txt' (kind 'text')",
     ),
     "JSON lines": Lack(
-        ["--data.sources.0.kind=jsonl", "--data.sources.0.path=a.csv"],
-        "--data.sources.0.path: a.csv:1: broken JSON (Expecting value: line 1 column 1 (char 0)); by its name the file "
-        'is for kind = "csv"',
-        lambda folder: (folder / "a.csv").write_text("id,text\n1,one\n"),
+        ["--data.sources.0.kind=jsonl", "--data.sources.0.path=a.txt"],
+        "--data.sources.0.path: a.txt:1: broken JSON (Expecting value: line 1 column 1 (char 0)); by its name the file "
+        'is for kind = "text"',
+        lambda folder: (folder / "a.txt").write_text("id,text\n1,one\n"),
     ),
     "a text long enough to hold out a sequence": Lack(
         [*TEXT_SOURCE, SHORT],

@@ -329,8 +329,6 @@ def test_calls_are_the_same_from_lines_tables_and_json_text(tmp_path: Path) -> N
     table = pyarrow.Table.from_pylist(rows)
     (tmp_path / "set").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "set/talks.parquet")
-    with pyarrow.ipc.new_stream(tmp_path / "talks.arrow", table.schema) as stream:
-        stream.write_table(table)
     for name, lines in (("talks", rows), ("text", [calling(number, as_text=True) for number in range(6)])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = {}
@@ -338,7 +336,6 @@ def test_calls_are_the_same_from_lines_tables_and_json_text(tmp_path: Path) -> N
         ("jsonl", "talks.jsonl"),
         ("jsonl", "text.jsonl"),
         ("parquet", "set/talks.parquet"),
-        ("arrow", "talks.arrow"),
         ("hub", "set"),
     ):
         source = Source(kind=kind, path=str(tmp_path / path), messages_key="messages")

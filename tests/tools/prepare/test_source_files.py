@@ -80,8 +80,8 @@ def test_a_folder_of_text_is_the_text_files_in_it(tmp_path: Path, caplog: pytest
     assert len(source_files(Source(kind="text", path=glob))) == 2
     assert caplog.messages[-1].startswith(f"data.sources: 2 files in '{glob}' (2 .py); left out")
     (tmp_path / "rows.parquet").touch()
-    with pytest.raises(DataError, match=r"that ends with .csv or .tsv, but .*: set kind = \"parquet\""):
-        source_files(Source(kind="csv", path=str(tmp_path)))
+    with pytest.raises(DataError, match=r"that ends with .jsonl or .ndjson or .json, but .*: set kind = \"parquet\""):
+        source_files(Source(kind="jsonl", path=str(tmp_path)))
 
 
 def test_json_lines_that_are_read_as_text_are_noticed(tmp_path: Path) -> None:

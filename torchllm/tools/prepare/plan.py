@@ -19,7 +19,7 @@ LoadTokenizer = Callable[[], Tokenizer]
 """a call of `load_tokenizer` that can be sent to other processes, which a tokenizer cannot"""
 _LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision", "max_epochs")
 """keys of a source that are in the hash only where they are set, as before they were added"""
-_TABLES = ("parquet", "arrow", "hub")
+_TABLES = ("parquet", "hub")
 """kinds of sources whose rows share one struct"""
 
 
