@@ -37,7 +37,6 @@ TORCH_FREE_MODULES = {
     *("runtime.heartbeat", "tools.launch.launcher_notes", "tools.launch.lease"),
     "tools.launch.take_lease",
     *("tools.hub.config_json", "tools.hub.files", "tools.hub.model_card", "tools.hub.resolve"),
-    "tools.watch.runs",
 }
 """in rooms that import torch; a launcher or a check imports them before it"""
 

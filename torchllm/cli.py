@@ -40,8 +40,6 @@ usage: torchllm COMMAND [ARGUMENTS]
       Print our config for one of torchtitan, transformers, Megatron-LM, nanochat or litgpt (docs/coming_from.md).
   torchllm pipeline laptop [FOLDER]
       Tokenizer, pretraining, fine-tuning, evaluation, export and a chat, one after another (docs/pipeline.md).
-  torchllm runs [FOLDER]
-      List the runs in a folder, by default in runs/: state, step and last loss.
   torchllm RECIPE [ARGUMENTS]
       Run another recipe in one process: {recipes}.
 
@@ -50,7 +48,7 @@ A path train_configs/... that does not exist here is read from {home}.
 `torchllm train --help` and `torchllm RECIPE --help` list the options.
 """
 
-COMMANDS = ("train", "copy", "model", "convert", "runs", "pipeline")
+COMMANDS = ("train", "copy", "model", "convert", "pipeline")
 """besides the recipes"""
 
 
@@ -80,10 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(model_toml(rest), end="")
     elif command == "convert":
         print(our_config(rest), end="")
-    elif command == "runs":
-        from torchllm.tools.watch.runs import main as runs
-
-        runs(rest)
     elif command == "pipeline":
         pipeline(rest)
     elif command in recipes():
