@@ -635,7 +635,7 @@ class Source:
     text_key: Annotated[str, OfKinds((*TABLES, "mds"))] = "text"
     """key or column with the text, or with token ids (mds: if several columns are arrays)"""
     messages_key: Annotated[str, OfKinds(TABLES)] = ""
-    """key or column of conversations: "messages", "conversations" (ShareGPT), "instruction" (Alpaca); empty: text"""
+    """key or column of conversations, such as "messages"; empty: text"""
     delimiter: Annotated[str, OfKinds(("text",))] = ""
     """between documents of a text file, as "\\n\\n"; empty: a file is one"""
     subset: Annotated[str, OfKinds(("hub",))] = ""
