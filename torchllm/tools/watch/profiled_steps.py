@@ -1,24 +1,18 @@
 """Observes the steps that are profiled: their records, where the time of the first went, and slow ranks."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from torchllm.facts.flops import flops_per_token
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
-from torchllm.runtime.tolerance import Tolerance
 
 if TYPE_CHECKING:
     from torchllm.tools.watch.step_profiler import ProfiledStep, StepProfiler
 
 log = logging.getLogger("torchllm")
-
-SLOW_NODES = "slow_nodes"
-"""file in the run folder: the nodes of slow ranks, as Slurm's --exclude takes them"""
 
 
 class ProfiledSteps(Observer):
@@ -29,14 +23,11 @@ class ProfiledSteps(Observer):
 
     def __init__(self, *, logs_first: bool = True) -> None:
         self.logs_first = logs_first
-        self.slow_nodes: list[str] = []
         self.profiler: StepProfiler | None = None
 
     def begin(self, run: ObservedRun) -> None:
         self.run = run
         self.has_described_a_step = False
-        self.slow_nodes_file = run.runtime.folder / SLOW_NODES
-        self.tolerance = Tolerance(str(self.slow_nodes_file))
         settings, runtime = run.config.metrics, run.runtime
         self.profiler = None
         interval = settings.breakdown_interval
@@ -73,16 +64,6 @@ class ProfiledSteps(Observer):
         if profiled.slow is None:
             return
         log.warning("step %d: %s", profiled.step, profiled.slow)
-        if run.runtime.is_main and profiled.slow.host not in self.slow_nodes:
-            self._note_slow_node(profiled.slow.host)
-
-    def _note_slow_node(self, host: str) -> None:
-        self.slow_nodes.append(host)
-        with self.tolerance.attempt():
-            self.slow_nodes_file.write_text(",".join(self.slow_nodes))
-            if "SLURM_JOB_ID" in os.environ:
-                advice = 'to exclude %s from the next start: sbatch --exclude="$(cat %s)"'
-                log.warning(advice, host, quote(str(self.slow_nodes_file)))
 
 
 def step_mfu(run: ObservedRun, seconds: float) -> float | None:
