@@ -138,3 +138,4 @@ def test_convert_has_a_help_and_takes_the_gpus_as_plan_does(folder: Path, capsys
     (folder / "args.json").write_text('{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}')
     cli.main(["convert", "args.json", "--gpus", "64"])
     assert "global_batch_size = 128" in capsys.readouterr().out
+    assert "not a whole number of at least 1: 0" in refused(capsys, "convert", "args.json", "--gpus=0")

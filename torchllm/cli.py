@@ -27,6 +27,8 @@ usage: torchllm COMMAND [ARGUMENTS]
       checkout: NPROC, NNODES and RECIPE mean the same. Without a config it trains train_configs/debug.toml.
   torchllm plan rank --model llama3_8b --cluster dgx_h100 --gpus 64 --sequence-length 8192 --global-batch-size 512
       Predict the fastest layouts. Same as python recipes/plan.py.
+  torchllm size --params 1B --tokens 20B      or --hours 10 --cluster dgx_h100 --gpus 8
+      Print a config whose sizes, steps, batch and learning rate follow published laws (docs/size.md).
   torchllm prove CONFIG.toml [--section.key=value ...]
       Train a small copy of a config under many layouts on this CPU and compare each with one process. With
       RECIPE=mine.py: the model, the loss and the sections of a fork.
@@ -48,7 +50,7 @@ A path train_configs/... that does not exist here is read from {home}.
 `torchllm train --help` and `torchllm RECIPE --help` list the options.
 """
 
-COMMANDS = ("train", "copy", "model", "convert", "pipeline")
+COMMANDS = ("train", "copy", "model", "convert", "size", "pipeline")
 """besides the recipes"""
 
 
@@ -78,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(model_toml(rest), end="")
     elif command == "convert":
         print(our_config(rest), end="")
+    elif command == "size":
+        from torchllm.tools.planner.search.size import main as size
+
+        size(rest)
     elif command == "pipeline":
         pipeline(rest)
     elif command in recipes():
@@ -164,13 +170,14 @@ def model_toml(arguments: Sequence[str]) -> str:
 def our_config(arguments: Sequence[str]) -> str:
     """Return our TOML for a config of another program."""
     from torchllm.tools.front.convert import converted_config
+    from torchllm.tools.planner.search.size import whole_number
 
     parser = argparse.ArgumentParser(
         prog="torchllm convert",
         description="Print our TOML for a config of another program (docs/coming_from.md).",
     )
     parser.add_argument("file", metavar="FILE", help="a file, or FILE.py:NAME for one function of a Python file")
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="number of GPUs")
+    parser.add_argument("--gpus", type=whole_number, default=0, metavar="N", help="number of GPUs")
     options = parser.parse_args(arguments)
     try:
         return converted_config(options.file, options.gpus)

@@ -486,13 +486,13 @@ def _nanochat_model(their: Foreign) -> Settings:
 
 def _nanochat_steps(their: Foreign) -> Settings | str:
     steps = int(their.get("num_iterations") or -1)
-    return {"training.steps": steps} if steps > 0 else "it derives the steps from the size, as docs/size.md does"
+    return {"training.steps": steps} if steps > 0 else "it derives the steps from the size: `torchllm size` does here"
 
 
 def _nanochat_batch(their: Foreign) -> Settings | str:
     tokens = int(their.get("total_batch_size") or -1)
     if tokens <= 0:
-        return "it derives the batch from the size, as docs/size.md does"
+        return "it derives the batch from the size: `torchllm size` does here"
     return {"training.global_batch_size": tokens // int(their.get("max_seq_len"))}
 
 
