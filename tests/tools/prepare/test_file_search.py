@@ -2,6 +2,7 @@
 
 import glob
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -112,16 +113,47 @@ def test_a_glob_finds_what_pythons_does(tmp_path: Path, monkeypatch: pytest.Monk
     assert find_files(".", lambda name: name.endswith(".txt")).ignored == {".bin": 1, "hidden": 1}
 
 
-def test_run_folders_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(
-        tmp_path, "a.txt", "deep/config.toml", "deep/run/config.toml", "deep/run/metrics.jsonl", "deep/run/hang/vm.txt"
-    )
+OUTPUTS = {
+    "a run": ("config.toml", "metrics.jsonl", "checkpoints/step-00000002/manifest.json", "hang/1/vm.txt"),
+    "a run that starts": ("lease/000001",),
+    "a checkpoint": ("step-00000002/__0_0.distcp", "step-00000002/index.json"),
+    "tokens": ("0-text-a/corpus.json", "0-text-a/shards.bin"),
+    "unfinished tokens": ("0-text-a/00000.json", "0-text-a/00000.train.bin"),
+    "a cache": (
+        "jsonl-0123456789abcdef/corpus.json",
+        "verified/0123456789abcdef-01234567",
+        "nanogpt-0123456789abcdef.json",
+    ),
+    "commits": ("revisions/org--set@newest",),
+    "a model": ("model.safetensors", "README.md", "config.json"),
+}
+
+
+@pytest.mark.parametrize("names", OUTPUTS.values(), ids=OUTPUTS)
+def test_what_torchllm_has_written_is_left_out_and_named(names: Sequence[str], tmp_path: Path) -> None:
+    write(tmp_path / "data", "a.txt", "deep/corpus.json", "deep/config.toml", "lease/contract.txt", "verified/b.txt")
+    expected = [f"{tmp_path}/data/{name}" for name in ("a.txt", "deep/config.toml", "deep/corpus.json")]
+    expected += [f"{tmp_path}/data/{name}" for name in ("lease/contract.txt", "verified/b.txt")]
+    write(tmp_path / "data" / "deep" / "own", *names)
+    write(tmp_path / "elsewhere", *names)
+    (tmp_path / "data" / "latest").symlink_to("../elsewhere")
+    for path in ("data", "data/**", "data/**/*", "d*/**"):
+        found = find_files(f"{tmp_path}/{path}", lambda name: True)
+        assert [file.path for file in found.files] == expected, path
+        assert any(folder.startswith(f"{tmp_path}/data/deep/own") for folder in found.outputs), path
+        assert any(folder.startswith(f"{tmp_path}/data/latest") for folder in found.outputs), path
+    depth = "/".join("*" for _ in names[0].split("/"))
+    assert not find_files(f"{tmp_path}/data/*/own/{depth}", lambda name: True).files
+    named = f"{tmp_path}/data/deep/own/{names[0]}"
+    assert found_in(named) == [named]
+
+
+def test_a_run_in_the_folder_of_the_text_itself_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "a.jsonl", "config.toml", "metrics.jsonl", "lease/000001", "hang/1/vm.txt", "b/c.jsonl")
     monkeypatch.chdir(tmp_path)
-    for path, expected in ((".", ["./a.txt", "./deep/config.toml"]), ("**/*", ["a.txt", "deep/config.toml"])):
-        found = find_files(path, lambda name: True)
-        assert [file.path for file in found.files] == expected
-        assert list(found.runs) == ["./deep/run"]
-    assert found_in("deep/run") == ["deep/run/config.toml", "deep/run/hang/vm.txt", "deep/run/metrics.jsonl"]
+    assert found_in(".") == ["./a.jsonl", "./b/c.jsonl"]
+    assert found_in("*.jsonl") == ["a.jsonl"]
+    assert found_in("**/*") == ["a.jsonl", "b/c.jsonl"]
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,16 +51,7 @@ def test_a_folder_is_the_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_a_folder_of_text_is_the_text_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    for name in (
-        "a.txt",
-        "deep/b.md.gz",
-        "wiki_00",
-        "mine.toml",
-        "c.py",
-        "deep/d.py",
-        "x/config.toml",
-        "x/metrics.jsonl",
-    ):
+    for name in ("a.txt", "deep/b.md.gz", "wiki_00", "mine.toml", "c.py", "deep/d.py", "runs/x/lease/000001"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("some text")
     source = Source(kind="text", path=str(tmp_path))
@@ -68,7 +59,7 @@ def test_a_folder_of_text_is_the_text_files_in_it(tmp_path: Path, caplog: pytest
     assert texts == ["a.txt", "deep/b.md.gz", "wiki_00"]
     assert caplog.messages == [
         f"data.sources: 3 files in '{tmp_path}' (1 .md.gz, 1 .txt, 1 without a suffix); not read: 2 .py, 1 .toml; left "
-        f"out: 1 run folders ({tmp_path}/x)"
+        f"out as output of torchllm: {tmp_path}/runs/x (a run)"
     ]
     for name in ("a.txt", "deep/b.md.gz", "wiki_00"):
         (tmp_path / name).unlink()

@@ -1,22 +1,35 @@
 """The files at a path of the config, each once, and their splits as told by their names.
 
 Folders behind links are searched too, except for links back to a folder that is being searched. A file with several
-names is taken by the one that no link is part of. Run folders are left out, unless the path names one.
+names is taken by the one that no link is part of. Folders of torchllm's own output are left out, unless the path names
+one.
 """
 
 import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_kinds import kind_of_file
 
-_RUN = {"config.toml", "metrics.jsonl"}
-"""files of every run folder"""
+_RUN_PARTS = {
+    *("checkpoints", "config.toml", "evaluations", "experts.jsonl", "goodput.json", "hang", "lease", "metrics.jsonl"),
+    *("profile", "report.html", "stop", "stopped.json", "tensorboard", "trackers"),
+}
+"""files and folders in a run folder"""
+_TAKEN = re.compile(r"\d{6}")
+"""name of a file in the lease of a run"""
+_OUTPUTS = {
+    "a checkpoint": re.compile(r".*\.distcp"),
+    "tokens": re.compile(r"shards\.bin|\d{5}\.(train|validation)\.bin"),
+    "a cache": re.compile(r"[a-z]+-[0-9a-f]{16}(\.json)?|[0-9a-f]{16}-[0-9a-f]{8}|\S+--\S+@\S+"),
+    "a model": re.compile(r".*\.safetensors"),
+}
+"""kind of output -> name of a file or folder in it"""
 
 NamedSplit = Literal["train", "held out", "test"]
 
@@ -41,8 +54,8 @@ class FoundFiles(NamedTuple):
     """number of files that were not taken, by their kind (see `kind_of_file`)"""
     folders: int = 0
     """folders that match a glob; they were not searched"""
-    runs: Sequence[str] = ()
-    """run folders, which were not searched"""
+    outputs: Mapping[str, str] = {}
+    """folders and files of torchllm's own output, which were not searched -> their kind"""
 
 
 def find_files(path: str, takes: Callable[[str], bool]) -> FoundFiles:
@@ -51,27 +64,27 @@ def find_files(path: str, takes: Callable[[str], bool]) -> FoundFiles:
     takes: whether a file in a folder is taken, by its name. Files that a glob names are taken. Raises DataError if a
     folder cannot be read.
     """
-    runs: list[str] = []
+    outputs: dict[str, str] = {}
     # A path that exists is taken literally: its name may hold characters that mean something in a glob.
     if os.path.isdir(path):
         ignored: Counter[str] = Counter()
         inside: list[str] = []
-        for file in _walk(path, runs):
+        for file in _walk(path, outputs):
             name = os.path.basename(file)
             if not name.startswith(".") and takes(name):
                 inside.append(file)
             else:
                 ignored[kind_of_file(name)] += 1
-        return FoundFiles(_by_name(_each_once(inside, path), path, ""), ignored, runs=runs)
+        return FoundFiles(_by_name(_each_once(inside, path), path, ""), ignored, outputs=outputs)
     if os.path.lexists(path):
         return FoundFiles([FoundFile(path, "train")])
     parts = path.split("/")
     first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
     base, pattern = "".join(f"{part}/" for part in parts[:first]), "/".join(parts[first:])
-    matches = _match(base, pattern, runs)
+    matches = _match(base, pattern, outputs)
     paths = [match for match in matches if not os.path.isdir(match)]
     files = _by_name(_each_once(paths, base), base, pattern)
-    return FoundFiles(files, folders=len(matches) - len(paths), runs=runs)
+    return FoundFiles(files, folders=len(matches) - len(paths), outputs=outputs)
 
 
 def _by_name(paths: Sequence[str], base: str, pattern: str) -> list[FoundFile]:
@@ -109,10 +122,11 @@ def _each_once(paths: Sequence[str], base: str) -> list[str]:
     return sorted(path_of.values())
 
 
-def _walk(root: str, runs: list[str]) -> Iterator[str]:
+def _walk(root: str, outputs: dict[str, str]) -> Iterator[str]:
     """Yield the files below `root`, in each folder once, those behind links last; hidden folders are left out.
 
-    runs: gets the run folders, which are left out, too. Raises DataError if a folder cannot be read.
+    outputs: gets the folders and files of torchllm's own output, which are left out, too. Raises DataError if
+    one cannot be read.
     """
     real_root = os.path.realpath(root)
     seen: set[tuple[int, int]] = set()
@@ -127,10 +141,7 @@ def _walk(root: str, runs: list[str]) -> Iterator[str]:
                     folders.clear()
                     continue
                 seen.add((status.st_dev, status.st_ino))
-                if inside != root and _RUN.issubset(names):
-                    runs.append(inside)
-                    folders.clear()
-                    continue
+                names = _without_output(inside, root, folders, names, outputs)
                 folders[:] = sorted(name for name in folders if not name.startswith("."))
                 for name in folders:  # os.walk itself follows no link
                     path = os.path.join(inside, name)
@@ -138,6 +149,39 @@ def _walk(root: str, runs: list[str]) -> Iterator[str]:
                         linked.append(path)
                 yield from (os.path.join(inside, name) for name in names)
         waiting = sorted(linked)
+
+
+def _without_output(folder: str, root: str, folders: list[str], names: list[str], outputs: dict[str, str]) -> list[str]:
+    """Return the files of a folder without torchllm's own output, and drop the folders of it.
+
+    The root of a search is always searched, because the user has named it, but not the parts of a run in it.
+    """
+    inside = [*folders, *names]
+    if folder == root:
+        parts = _RUN_PARTS.intersection(inside) if _is_run(folder, inside) else set()
+        outputs |= {os.path.join(folder, name): "of a run" for name in sorted(parts)}
+        folders[:] = [name for name in folders if name not in parts]
+        return [name for name in names if name not in parts]
+    if kind := _output_in(folder, inside):
+        outputs[folder] = kind
+        folders.clear()
+        return []
+    return names
+
+
+def _output_in(folder: str, names: Collection[str]) -> str:
+    """Return the kind of output in a folder with these files and folders, such as "a run"; "" if there is none."""
+    if _is_run(folder, names):
+        return "a run"
+    return next((kind for kind, name in _OUTPUTS.items() if any(map(name.fullmatch, names))), "")
+
+
+def _is_run(folder: str, names: Collection[str]) -> bool:
+    """Return whether a folder with these files and folders is a run folder; a run that starts has but its lease."""
+    if {"config.toml", "metrics.jsonl"} <= set(names):
+        return True
+    lease = os.path.join(folder, "lease")
+    return "lease" in names and os.path.isdir(lease) and any(map(_TAKEN.fullmatch, os.listdir(lease)))
 
 
 def _leads_back(link: str, folder: str, real_root: str) -> bool:
@@ -151,25 +195,45 @@ def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"data.sources: {error.filename} cannot be read: {error.strerror}") from error
 
 
-def _match(base: str, pattern: str, runs: list[str]) -> list[str]:
-    """Return the files and folders that match a glob below a folder, "" for the working folder. runs: as in `_walk`.
+def _match(base: str, pattern: str, outputs: dict[str, str]) -> list[str]:
+    """Return the files and folders that match a glob below a folder, "" for the working folder. outputs: as in `_walk`.
 
     `glob` goes round and round where links lead back; so `**` is matched here, against the files of a search.
     """
     parts = pattern.split("/")
     if "**" not in parts:
-        return glob.glob(base + pattern)
+        return _not_below_output(glob.glob(base + pattern), base, outputs)
     first = parts.index("**")
     roots = [base]
     if first:
-        roots = glob.glob(base + "/".join([*parts[:first], ""]))
+        roots = _not_below_output(glob.glob(base + "/".join([*parts[:first], ""])), base, outputs)
     matches = []
     for root in filter(os.path.isdir, (root or "." for root in roots)):
-        for file in _walk(root, runs):
+        for file in _walk(root, outputs):
             path = file.removeprefix("./" if root == "." else "")
             if _fits(_below(path, "" if root == "." else root).split("/"), parts[first:]):
                 matches.append(path)
     return matches
+
+
+def _not_below_output(matches: Sequence[str], base: str, outputs: dict[str, str]) -> list[str]:
+    """Return the matches of a glob without torchllm's own output, as `_without_output` does; the root is `base`."""
+    if not matches:
+        return []
+    top = os.listdir(base or ".")
+    kinds = {f"{base}{name}": "of a run" for name in _RUN_PARTS} if _is_run(base, top) else {}
+    kept = []
+    for match in matches:
+        parts = _below(match, base).split("/")
+        above = [base + "/".join(parts[: depth + 1]) for depth in range(len(parts))]
+        for folder in above[:-1]:
+            if folder not in kinds:
+                kinds[folder] = _output_in(folder, os.listdir(folder))
+        written = [path for path in above if kinds.get(path)]
+        outputs |= {path: kinds[path] for path in written[:1]}
+        if not written:
+            kept.append(match)
+    return kept
 
 
 def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:

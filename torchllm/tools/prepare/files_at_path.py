@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -45,8 +45,8 @@ def files_at_path(source: Source) -> ChosenFiles:
 def _why_none(source: Source, found: FoundFiles) -> str:
     """Return why a source has no file, with the cure."""
     if not found.ignored:
-        if found.runs:
-            return f"{_describe_runs(found)}; to read one, name it"
+        if found.outputs:
+            return f"{_describe_outputs(found.outputs)}; to read one, name it"
         return "the folder is empty" if os.path.isdir(source.path) else describe_missing(source.path)
     other_kind = source_kind(found.ignored)
     suffixes = [kind for kind in most_first(found.ignored) if kind.startswith(".")]
@@ -60,8 +60,13 @@ def _why_none(source: Source, found: FoundFiles) -> str:
     return f"the folder has no file that ends with {describe_suffixes(source.kind)}, but {files}{advice}"
 
 
-def _describe_runs(found: FoundFiles) -> str:
-    return f"left out: {len(found.runs):,} run folders ({found.runs[0]})"
+def _describe_outputs(outputs: Mapping[str, str]) -> str:
+    """Name the folders that are left out because they are output of torchllm."""
+    described = [f"{path} ({kind})" for path, kind in outputs.items()]
+    unnamed = len(described) - _LISTED
+    if unnamed > 0:
+        described[_LISTED:] = [f"{unnamed:,} others"]
+    return f"left out as output of torchllm: {', '.join(described)}"
 
 
 def choose_by_name(source: Source, found: FoundFiles) -> ChosenFiles:
@@ -87,8 +92,8 @@ def choose_by_name(source: Source, found: FoundFiles) -> ChosenFiles:
         notes.append(f"not read: {describe_kinds(found.ignored)}")
     if found.folders:
         notes.append(f"{found.folders:,} folders that match are not read")
-    if found.runs:
-        notes.append(_describe_runs(found))
+    if found.outputs:
+        notes.append(_describe_outputs(found.outputs))
     kinds = Counter(map(kind_of_file, paths["train"]))
     has_others = source.kind == "text" and not kinds.keys() <= {*FILES_OF["text"]} - {NO_SUFFIX}
     if notes or (has_others and not os.path.isfile(source.path)):
