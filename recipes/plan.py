@@ -36,9 +36,11 @@ from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick
 from torchllm.tools.planner.search.compare import compare
 from torchllm.tools.planner.search.explain import (
+    GIB,
     divides_nowhere,
     fits_nowhere,
     layout_figures,
+    misses,
     ranking_table,
     rejections,
     scaling,
@@ -46,7 +48,7 @@ from torchllm.tools.planner.search.explain import (
 from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
 from torchllm.tools.planner.search.question import BOUNDED, PlannedModel, Restrictions, read_hardware, read_model
-from torchllm.tools.planner.search.search import MEMORY, Found, Ranked, Search, search
+from torchllm.tools.planner.search.search import Found, Ranked, Search, search
 from torchllm.tools.planner.search.written import write_run, write_sweep
 from torchllm.tools.planner.validity import UNMEASURED_LIMIT, judge, memory_limit
 from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
@@ -222,7 +224,7 @@ def plan(job: Job, chunk_is_open: bool) -> SearchResult:
         return plan(chunked, chunk_is_open=False)
     refuse_none(job, outcome)
     result = SearchResult(job, outcome, advise(job, outcome))
-    if chunk_is_open and outcome.rejected[MEMORY]:
+    if chunk_is_open and outcome.misses:
         enough = (1 - WORTH_CHUNKS) * result.step_seconds
         limit = memory_limit(job.case(result.first.layout))
         roomy = replace(chunked, hardware=replace(job.hardware, memory=limit))
@@ -287,7 +289,7 @@ def print_lines(*lines: str) -> None:
 
 
 def print_ranking(result: SearchResult, tokens: float) -> None:
-    """Print the best layouts, the choice with its reasons, and why others were rejected."""
+    """Print the best layouts, the choice with its reasons, near misses, and why others were rejected."""
     job, outcome = result.job, result.outcome
     print_lines(
         f"The best {len(outcome.best)} of {outcome.layouts:,} layouts:", *ranking_table(job, outcome.best, tokens)
@@ -295,6 +297,9 @@ def print_ranking(result: SearchResult, tokens: float) -> None:
     print_lines("", *advice_lines(result.advice))
     if not (result.advice.is_measured and result.advice.is_known):
         print_lines("", *to_be_measured(job, result.advice))
+    near_misses = list(misses(job, outcome))
+    if near_misses:
+        print_lines("", "Faster, but too large for the GPU's memory:", *near_misses)
     print_lines("", "Rejected:", *rejections(outcome))
 
 
@@ -321,6 +326,11 @@ def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> di
     """Return the content of `print_ranking` as plain data."""
     job, outcome = result.job, result.outcome
     verdict = judge(job.case(result.first.layout), result.first.prediction)
+    near_misses = []
+    for miss in outcome.misses:
+        near_miss = layout_figures(job, Ranked(miss.layout, miss.prediction), tokens)
+        near_miss["over_gib"] = miss.over / GIB
+        near_misses.append(near_miss)
     return {
         "model": model.name,
         "sequence_length": job.training.sequence_length,
@@ -331,6 +341,7 @@ def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> di
         "best": [layout_figures(job, ranked, tokens) for ranked in outcome.best],
         "picks": picks_json(result, tokens),
         "verdict": verdict._asdict(),
+        "near_misses": near_misses,
         "rejected": dict(outcome.rejected),
         "refused_meshes": dict(outcome.refused),
     }

@@ -19,7 +19,7 @@ from torchllm.tools.config.checks import problems
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.layouts import MODES, ContextMethod, Job, Layout, divisors
-from torchllm.tools.planner.search.search import MEMORY, Found, Search
+from torchllm.tools.planner.search.search import MEMORY, NEARLY, Found, Search
 
 FOUND_FAULTS = (140, 190, 239, 286)
 """seeds of jobs that found faults: in memory of dense blocks beside sparse ones, in the choice of the moment at which
@@ -209,7 +209,11 @@ def check_job(seed: int) -> None:
         assert prediction == predictions[layout]
         assert job.accepts(layout)
 
-    if miss := outcome.closest_miss:
+    check_near_misses(job, outcome, predictions)
+    misses = list(outcome.misses)
+    if outcome.closest_miss:
+        misses.append(outcome.closest_miss)
+    for miss in misses:
         prediction = predictions[miss.layout]
         over = prediction.memory.total - job.hardware.memory
         assert not prediction.fits
@@ -231,6 +235,24 @@ def gathered_again(job: Job, predictions: dict[Layout, Prediction]) -> Iterator[
         if not prediction.fits and job.regather(layout) == [False, True]:
             again = layout._replace(regather=True)
             yield again, predict(job.case(again))
+
+
+def check_near_misses(job: Job, outcome: Found, predictions: dict[Layout, Prediction]) -> None:
+    """Check that there are near misses, if any layout is faster than the best and needs up to a quarter more memory."""
+    if not outcome.best:
+        assert not outcome.misses
+        return
+    fastest = outcome.best[0].prediction.step
+    most_memory = (1 + NEARLY) * job.hardware.memory
+    for miss in outcome.misses:
+        assert miss.prediction.step < fastest
+        assert job.hardware.memory < miss.prediction.memory.total <= most_memory
+    nearly_fit = [
+        prediction
+        for prediction in predictions.values()
+        if prediction.step < fastest * (1 - 1e-9) and prediction.memory.total <= most_memory
+    ]
+    assert bool(outcome.misses) >= bool(nearly_fit)
 
 
 @pytest.mark.parametrize("seed", JOBS)

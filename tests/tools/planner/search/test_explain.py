@@ -12,6 +12,7 @@ from torchllm.tools.planner.search.explain import (
     divides_nowhere,
     fits_nowhere,
     layout_figures,
+    misses,
     ranking_table,
     rejections,
     terms,
@@ -90,6 +91,14 @@ def test_columns_stand_under_their_titles_and_terms_are_largest_first() -> None:
     assert line.index(winner().layout.text()) == heading.index("layout")
     seconds = [float(number) for number in re.findall(r" ([\d.e+-]+) s", terms(winner().prediction))]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_near_misses_name_what_is_missing() -> None:
+    job = make_job(LARGE, batch=16, length=4096, hardware=cluster(memory=40e9))
+    found = search(job)
+    assert found.misses
+    for line, miss in zip(misses(job, found), found.misses, strict=True):
+        assert f"{miss.over / 2**30:.1f} GiB more than the 37.3 GiB of a GPU" in line
 
 
 def test_where_nothing_fits_or_divides_what_would_do_is_named() -> None:

@@ -161,6 +161,7 @@ def test_bounds_of_another_search_change_nothing() -> None:
     alone = search(smaller)
     assert shared.best == alone.best
     assert shared.rejected == alone.rejected
+    assert shared.misses == alone.misses
 
 
 def test_the_bound_of_what_regather_frees_holds() -> None:

@@ -1,4 +1,4 @@
-"""Explain a search in words: a table of its layouts, changes to try if nothing fits.
+"""Explain a search in words: a table of its layouts, near misses, changes to try if nothing fits.
 
 No torch.
 """
@@ -143,6 +143,20 @@ def rejections(outcome: Found) -> Iterator[str]:
     for reason, count in outcome.refused.most_common():
         noun = "mesh" if count == 1 else "meshes"
         yield f"{count:12,} {noun}: {reason}"
+
+
+def misses(job: Job, outcome: Found) -> Iterator[str]:
+    """Yield a line for each layout that would have won but does not fit, with its missing memory."""
+    capacity = _gib(job.hardware.memory)
+    best = outcome.best[0].prediction.step
+    for miss in outcome.misses:
+        faster = 1 - miss.prediction.step / best
+        over = f"{_gib(miss.over)} more than the {capacity} of a GPU"
+        memory = miss.prediction.memory._asdict()
+        del memory["allocator"], memory["reserve"]  # no layout has a say in them
+        largest = max(memory, key=lambda name: memory[name])
+        part = f"largest part: {largest} {_gib(memory[largest])}"
+        yield f"{miss.layout.text()}: {faster:.1%} faster, but needs {over} ({part})"
 
 
 def _gib(bytes: float) -> str:

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -26,6 +26,10 @@ ROUNDING = 1e-12
 """relative rounding error of sums: a bound may exceed the exact value by it"""
 LOOKED_AT = 40
 """number of layouts that are predicted to find the closest miss"""
+NEARLY = 0.25
+"""memory that near misses may need beyond a GPU's, as a share of it"""
+NEAR_MISSES = 3
+"""number of near misses that are shown"""
 MEMORY, SLOW = "more memory than a GPU has", "slower than those shown"
 
 
@@ -37,7 +41,7 @@ class Ranked(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """A layout that does not fit."""
+    """A layout that would be faster than the best, but does not fit."""
 
     layout: Layout
     prediction: Prediction
@@ -51,6 +55,8 @@ class Found:
 
     best: list[Ranked] = field(default_factory=list)
     """best first"""
+    misses: list[Miss] = field(default_factory=list)
+    """different layouts that would be faster than the best but nearly fit, those that miss by the fewest bytes first"""
     closest_miss: Miss | None = None
     """the miss by the fewest bytes, if nothing fits"""
     layouts: int = 0
@@ -112,10 +118,9 @@ class Search:
         self._numbers = itertools.count()
 
     def run(self) -> Found:
-        """Return the best layouts, the fate of the others, and if nothing fits the closest miss."""
+        """Return the best layouts, the fate of the others, and near misses."""
         self.find_best()
-        if not self.outcome.best:
-            self.find_closest_miss()
+        self.find_near_misses()
         return self.outcome
 
     def find_best(self) -> Found:
@@ -297,6 +302,26 @@ class Search:
         closest = self._rejections.get(kind)
         if closest is None or over < closest.over:
             self._rejections[kind] = Rejection(over, layout)
+
+    def find_near_misses(self) -> None:
+        """Keep layouts that would be faster than the best and nearly fit, one of each kind.
+
+        If nothing fits, keep the closest miss.
+        """
+        if not self.outcome.best:
+            self.find_closest_miss()
+            return
+        hardware = replace(self.job.hardware, memory=(1 + NEARLY) * self.capacity)
+        larger = replace(self.job, hardware=hardware)
+        fastest = self.outcome.best[0].prediction.step
+        closest: dict[tuple[object, ...], Miss] = {}
+        for layout, _ in Search(larger, self.count, bounds=self.bounds, below=fastest).find_best().best:
+            prediction = predict(self.job.case(layout))
+            miss = Miss(layout, prediction, prediction.memory.total - self.capacity)
+            kind = layout.tp, layout.recompute, layout.micro_batch_size
+            if kind not in closest or miss.over < closest[kind].over:
+                closest[kind] = miss
+        self.outcome.misses = sorted(closest.values(), key=lambda miss: miss.over)[:NEAR_MISSES]
 
     def find_closest_miss(self) -> None:
         """Keep the layout that misses by the fewest bytes."""
