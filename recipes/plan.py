@@ -5,6 +5,7 @@
     python recipes/plan.py rank ... --gpus 64,128,256        print a scaling table as well
     python recipes/plan.py rank ... --write my_run.toml      write a config; ./run_train.sh my_run.toml starts it
     python recipes/plan.py rank ... --tokens 1e12            days and GPU-hours of the whole training
+    python recipes/plan.py rank ... --gpus '<=100'           the number up to 100 that trains fastest
     python recipes/plan.py rank ... --parallel.pp=1 --max parallel.tp=4      with a key set, and another bounded
     python recipes/plan.py rank ... --write-sweep FOLDER     the runs to measure: recipes/sweep FOLDER, then calibrate
     python recipes/plan.py explain my_run.toml               compare this layout with the one that rank takes
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from torchllm import __version__
 from torchllm.config import Config
@@ -44,13 +45,15 @@ from torchllm.tools.planner.search.explain import (
     ranking_table,
     rejections,
     scaling,
+    why,
 )
 from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
+from torchllm.tools.planner.search.numbers import fastest_number, roomy, wasted_gpus
 from torchllm.tools.planner.search.question import BOUNDED, PlannedModel, Restrictions, read_hardware, read_model
-from torchllm.tools.planner.search.search import Found, Ranked, Search, search
+from torchllm.tools.planner.search.search import Found, Objective, Ranked, Search, search
 from torchllm.tools.planner.search.written import write_run, write_sweep
-from torchllm.tools.planner.validity import UNMEASURED_LIMIT, judge, memory_limit
+from torchllm.tools.planner.validity import UNMEASURED_LIMIT, judge
 from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
 
 LOSS_CHUNK = 1024
@@ -64,17 +67,23 @@ class SearchResult(NamedTuple):
 
     job: Job
     outcome: Found
-    advice: Advice
+    advice: Advice | None
+    """None if the least memory is wanted: the choice is then the first one"""
 
     @property
     def first(self) -> Ranked:
         """The layout to take."""
-        return self.advice.first
+        return self.advice.first if self.advice else self.outcome.best[0]
 
     @property
     def step_seconds(self) -> float:
         """Predicted step time of the layout to take."""
         return self.first.prediction.step
+
+    @property
+    def gpu_seconds(self) -> float:
+        """The same times the GPUs."""
+        return self.step_seconds * self.job.gpus
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -130,7 +139,7 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
         "--gpus",
         required=True,
         type=counts,
-        help="number of GPUs; 64,128,256 prints a scaling table",
+        help="number of GPUs; 64,128,256 prints a scaling table; '<=100': the number up to 100 that trains fastest",
     )
     rank.add_argument("--sequence-length", type=count, help="tokens per sequence (default: the model file's)")
     rank.add_argument("--global-batch-size", type=count, help="sequences per step (default: the model file's)")
@@ -138,6 +147,12 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
         "--imbalance",
         type=imbalance,
         help=f"with experts: rows of the busiest rank over the mean (default: {IMBALANCE})",
+    )
+    rank.add_argument(
+        "--objective",
+        choices=get_args(Objective),
+        default="tokens_per_second",
+        help="criterion; memory: the least among layouts at most 5 %% slower than the fastest",
     )
     rank.add_argument("--tokens", type=positive, help="tokens of the whole training: adds days and GPU-hours")
     rank.add_argument("--json", action="store_true", help="print JSON; sizes are in GiB, times in seconds")
@@ -174,9 +189,20 @@ def positive(text: str) -> float:
     return value
 
 
-def counts(text: str) -> list[int]:
-    """Parse whole numbers separated by commas; they are ascending, without duplicates."""
-    return sorted({count(word) for word in text.split(",")})
+class GpuCounts(NamedTuple):
+    """The value of --gpus."""
+
+    numbers: list[int]
+    """ascending, without duplicates"""
+    is_limit: bool = False
+    """smaller numbers are as welcome"""
+
+
+def counts(text: str) -> GpuCounts:
+    """Parse whole numbers separated by commas, or "<=" and one number."""
+    if text.startswith("<="):
+        return GpuCounts([count(text[2:])], is_limit=True)
+    return GpuCounts(sorted({count(word) for word in text.split(",")}))
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -191,12 +217,16 @@ def run_rank(options: argparse.Namespace) -> None:
     )
     if options.imbalance is not None and not model.config.model.experts:
         raise UserError(f"--imbalance: {model.file} has no experts: remove it")
-    is_open = "loss_chunk" not in model.layer.table.get("training", {})
-    results = []
-    for gpus in options.gpus:
+    jobs = []
+    for gpus in options.gpus.numbers:
         job = replace(model.job(hardware, gpus), training=training, imbalance=options.imbalance or IMBALANCE)
-        results.append(plan(job, is_open))
-    results.sort(key=lambda result: result.step_seconds)
+        jobs.append(fastest_number(job) if options.gpus.is_limit else job)
+    is_open = "loss_chunk" not in model.layer.table.get("training", {})
+    results = [plan(job, options.objective, is_open) for job in jobs]
+    if options.objective == "gpu_hours":
+        results.sort(key=lambda result: result.gpu_seconds)
+    elif options.objective == "tokens_per_second":
+        results.sort(key=lambda result: result.step_seconds)
 
     lines = heading(model, options.cluster, results[0].job)
     if options.json:
@@ -212,24 +242,22 @@ def run_rank(options: argparse.Namespace) -> None:
         refuse_risk(results[0], options.accept_risk)
         write_run(Path(options.write), model, options.cluster, job, first, tokens)
     if options.write_sweep:
-        runs = first_runs(job, results[0].advice)
+        runs = first_runs(job, results[0].advice or advise(job, results[0].outcome))
         write_sweep(Path(options.write_sweep), model, options.cluster, job, first, runs)
 
 
-def plan(job: Job, chunk_is_open: bool) -> SearchResult:
+def plan(job: Job, objective: Objective, chunk_is_open: bool) -> SearchResult:
     """Search, and choose; with the loss in chunks if that is open and lets a faster layout into the memory."""
     chunked = replace(job, training=replace(job.training, loss_chunk=LOSS_CHUNK))
-    outcome = search_layouts(job)
+    outcome = search_layouts(job, objective)
     if chunk_is_open and outcome.layouts and not outcome.best:
-        return plan(chunked, chunk_is_open=False)
+        return plan(chunked, objective, chunk_is_open=False)
     refuse_none(job, outcome)
-    result = SearchResult(job, outcome, advise(job, outcome))
-    if chunk_is_open and outcome.misses:
+    result = SearchResult(job, outcome, advise(job, outcome) if objective != "memory" else None)
+    if chunk_is_open and outcome.misses and result.advice:
         enough = (1 - WORTH_CHUNKS) * result.step_seconds
-        limit = memory_limit(job.case(result.first.layout))
-        roomy = replace(chunked, hardware=replace(job.hardware, memory=limit))
-        if Search(roomy, count=1, below=enough).find_best().best:
-            other = plan(chunked, chunk_is_open=False)
+        if Search(roomy(chunked, result.first), count=1, below=enough).find_best().best:
+            other = plan(chunked, objective, chunk_is_open=False)
             return min(result, other, key=lambda result: result.step_seconds)
     return result
 
@@ -249,12 +277,12 @@ def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> 
     return size
 
 
-def search_layouts(job: Job) -> Found:
+def search_layouts(job: Job, objective: Objective) -> Found:
     """Search, and return the result. Raises UserError if the cluster is too small."""
     cluster_size = job.hardware.links[-1].gpus
     if job.gpus > cluster_size:
         raise UserError(f"--gpus {job.gpus}: the cluster has {cluster_size}")
-    return search(job)
+    return search(job, objective=objective)
 
 
 def refuse_none(job: Job, outcome: Found) -> None:
@@ -294,9 +322,11 @@ def print_ranking(result: SearchResult, tokens: float) -> None:
     print_lines(
         f"The best {len(outcome.best)} of {outcome.layouts:,} layouts:", *ranking_table(job, outcome.best, tokens)
     )
-    print_lines("", *advice_lines(result.advice))
-    if not (result.advice.is_measured and result.advice.is_known):
-        print_lines("", *to_be_measured(job, result.advice))
+    if result.advice:
+        print_lines("", *advice_lines(result.advice), *wasted_gpus(job, result.first))
+        if not (result.advice.is_measured and result.advice.is_known):
+            print_lines("", *to_be_measured(job, result.advice))
+    print_lines("", *why(job, result.first))
     near_misses = list(misses(job, outcome))
     if near_misses:
         print_lines("", "Faster, but too large for the GPU's memory:", *near_misses)
@@ -340,7 +370,9 @@ def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> di
         "layouts": outcome.layouts,
         "best": [layout_figures(job, ranked, tokens) for ranked in outcome.best],
         "picks": picks_json(result, tokens),
+        "why": why(job, result.first),
         "verdict": verdict._asdict(),
+        "more_tokens_per_second": list(wasted_gpus(job, result.first)),
         "near_misses": near_misses,
         "rejected": dict(outcome.rejected),
         "refused_meshes": dict(outcome.refused),
@@ -349,6 +381,8 @@ def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> di
 
 def picks_json(result: SearchResult, tokens: float) -> list[dict[str, object]]:
     """Return the three picks as plain data, the one to take first."""
+    if result.advice is None:
+        return []
     picks: list[dict[str, object]] = []
     for advised in result.advice.picks:
         figures = layout_figures(result.job, advised.ranked, tokens)
@@ -395,7 +429,7 @@ def run_explain(options: argparse.Namespace) -> None:
     for name, most in options.restrictions.most.items():
         if getattr(layout, name) > most:
             raise UserError(f"--max {BOUNDED[name]}={most}: the run has {getattr(layout, name)}")
-    outcome = search_layouts(job)
+    outcome = search_layouts(job, "tokens_per_second")
     refuse_none(job, outcome)
     print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome)))
 

@@ -24,7 +24,7 @@ FEW = [*RANK, *FIXED]
 SMALL = ["rank", "--model=llama3_1b", "--cluster=dgx_h100", "--sequence-length=2048", "--global-batch-size=64"]
 
 
-def test_rank_says_the_ten_best(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     main([*RANK, "--tokens", "1e12"])
     output = capsys.readouterr().out
     heading, sizes, batch, ranking, *_ = output.splitlines()
@@ -33,6 +33,7 @@ def test_rank_says_the_ten_best(capsys: pytest.CaptureFixture[str]) -> None:
     assert batch == "sequences of 2,048 tokens, 512 per step (1,048,576 tokens)"
     assert ranking.startswith("The best 10 of ")
     assert "10. " in output
+    assert "of a step, " in output
     assert "GPU-hours" in output
     assert "Rejected:" in output
     for title in ("the simple one", "the fastest we would bet on", "the fastest if the model is right"):
@@ -108,6 +109,14 @@ def test_explain_takes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         main(["explain", str(file), "--parallel.tp=4", "--parallel.dp_shard=2", "--max=parallel.tp=1"])
 
 
+def test_the_best_number_of_gpus_up_to_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, *FIXED, "--gpus=<=20", "--json"])
+    [plan] = json.loads(capsys.readouterr().out)
+    assert plan["gpus"] == 16
+    main([*SMALL, *FIXED, "--gpus=20"])
+    assert "\nFewer GPUs train faster: 16 make " in capsys.readouterr().out
+
+
 def test_the_runs_to_measure_are_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*SMALL, "--gpus=16", "--write-sweep", str(tmp_path)])
     sweep(["--dry-run", str(tmp_path)])
@@ -131,7 +140,7 @@ def test_a_wide_interval_is_no_advice(capsys: pytest.CaptureFixture[str], monkey
 def test_a_layout_that_may_not_fit_is_written_only_if_the_risk_is_accepted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here every layout has one."""
+    """With --objective memory the first row is taken, whatever its risk; here every layout has one."""
     monkeypatch.setattr("torchllm.tools.planner.validity.out_of_memory", lambda case, memory: 0.3)
     file = tmp_path / "mine.toml"
     with pytest.raises(UserError, match=r"^--write: .* runs out of memory in 30 of 100 cases .* --accept-risk"):
@@ -222,9 +231,10 @@ def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     main(words)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["GPUs", "8", "16"]
-    main([*words, "--json"])
-    seconds = [plan["picks"][0]["step_seconds"] for plan in json.loads(capsys.readouterr().out)]
-    assert seconds == sorted(seconds)
+    main([*words, "--objective", "gpu_hours", "--json"])
+    first, second = json.loads(capsys.readouterr().out)
+    hours = [plan["picks"][0]["step_seconds"] * plan["gpus"] for plan in (first, second)]
+    assert hours == sorted(hours)
 
 
 def without(option: str) -> list[str]:

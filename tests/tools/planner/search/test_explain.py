@@ -8,6 +8,7 @@ import pytest
 
 from tests.tools.planner.search.test_search import LARGE, SMALL, make_job
 from tests.tools.planner.test_comms import cluster
+from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.explain import (
     divides_nowhere,
     fits_nowhere,
@@ -16,8 +17,9 @@ from torchllm.tools.planner.search.explain import (
     ranking_table,
     rejections,
     terms,
+    why,
 )
-from torchllm.tools.planner.search.layouts import Job
+from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.search import Found, Ranked, search
 
 
@@ -59,6 +61,21 @@ def test_figures_agree_with_each_other() -> None:
 LONGER = re.compile(r"^With micro batch size (\d+) instead of \d+, a step takes ([\d.]+)% longer")
 
 
+def test_the_reasons_name_layouts_that_are_slower_or_do_not_fit() -> None:
+    """What is compared is predicted anew from the words."""
+    sentence, *comparisons = why(large_job(), winner())
+    assert re.match(r"Matmul takes \d+% of a step, ", sentence)
+    assert len(comparisons) > 1
+    for line in comparisons:
+        assert "takes" in line or "GiB more than a GPU has" in line
+        if "micro batch size" in line and "longer" in line:
+            size, longer = LONGER.match(line).groups()
+            layout = winner().layout._replace(micro_batch_size=int(size))
+            changed = predict(large_job().case(layout))
+            slower = changed.step / winner().prediction.step - 1
+            assert 100 * slower == pytest.approx(float(longer), abs=0.06)
+
+
 def test_every_layout_and_every_mesh_is_accounted_for() -> None:
     layouts = meshes = 0
     for line in rejections(outcome()):
@@ -69,6 +86,13 @@ def test_every_layout_and_every_mesh_is_accounted_for() -> None:
     assert layouts + len(outcome().best) == outcome().layouts
     refused = [mesh for mesh in large_job().meshes if large_job().refusal(mesh)]
     assert meshes == len(refused)
+
+
+def test_pipeline_stages_are_traded_for_data_ranks_too() -> None:
+    layout = Layout(pp=4, dp_replicate=1, dp_shard=4, cp=1, tp=1, zero_stage=1)
+    pipeline = Ranked(layout, predict(large_job().case(layout)))
+    text = " ".join(why(large_job(), pipeline))
+    assert "pp 2 instead of 4 and data ranks 8 instead of 4" in text
 
 
 def test_columns_stand_under_their_titles_and_terms_are_largest_first() -> None:

@@ -145,7 +145,7 @@ def test_blocks_are_compiled_on_gpus_where_the_config_accepts_it() -> None:
 def test_least_memory_is_among_those_nearly_as_fast() -> None:
     job = make_job(LARGE, batch=32, length=2048)
     fastest = search(job).best[0].prediction
-    small = [ranked.prediction for ranked in search(job, least_memory=True).best]
+    small = [ranked.prediction for ranked in search(job, objective="memory").best]
     assert small[0].memory.total < fastest.memory.total
     assert small[0].step <= 1.05 * fastest.step
     totals = [prediction.memory.total for prediction in small]

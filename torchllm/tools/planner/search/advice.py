@@ -120,7 +120,7 @@ def advise(job: Job, outcome: Found) -> Advice:
         bet = min(candidates, key=lambda ranked: judge(job.case(ranked.layout), ranked.prediction).seconds[1])
         simple, reason = simplest(job, candidates, bet)
     else:
-        roomy = search(job, count=1, least_memory=True, bounds=outcome.bounds).best[0]
+        roomy = search(job, count=1, objective="memory", bounds=outcome.bounds).best[0]
         simple = bet = roomy
         reason = (
             f"every layout's risk of running out of memory is above {RISK:.0%}; of those that are nearly the fastest, "

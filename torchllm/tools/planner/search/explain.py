@@ -1,6 +1,6 @@
-"""Explain a search in words: a table of its layouts, near misses, changes to try if nothing fits.
+"""Explain a search in words: a table of its layouts, why the first is first, changes to try if nothing fits.
 
-No torch.
+No torch. Every sentence states predictions: of the winner, and of layouts that differ from it in one setting.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from torchllm.tools.planner.predict import Prediction
+from torchllm.tools.planner.predict import Prediction, predict
+from torchllm.tools.planner.search.bounds import at_least
 from torchllm.tools.planner.search.layouts import MODES, DegreeMesh, Job, Layout
 from torchllm.tools.planner.search.search import Found, Ranked, mesh_of, search, sharded
 from torchllm.tools.planner.validity import judge
@@ -20,6 +21,8 @@ DEGREES = ("pp", "data", "cp", "tp")
 """fields of `DegreeMesh`"""
 SMALL = 1 / 1000
 """share of a step below which a term is not worth a word"""
+NO_DIFFERENCE = 0.0005
+"""share of a step below which two layouts take the same time"""
 
 
 def layout_figures(job: Job, ranked: Ranked, tokens: float = 0.0) -> dict[str, Any]:
@@ -88,6 +91,42 @@ def terms(prediction: Prediction) -> str:
     return ", ".join(words)
 
 
+def why(job: Job, winner: Ranked) -> list[str]:
+    """Return a sentence on where the winner's time goes, and up to three on layouts that differ in one setting.
+
+    For each setting (a degree, recomputation, the micro batch) the best layout with another value is compared: its
+    cost, and the term or the missing memory that explains it.
+    """
+    compared = []
+    for layouts in one_change(job, winner.layout):
+        if layouts:
+            layout = _fastest(job, layouts)
+            compared.append(Ranked(layout, predict(job.case(layout))))
+    compared.sort(key=lambda ranked: ranked.prediction.step)
+    fitting = [ranked for ranked in compared if ranked.prediction.fits]
+    too_large = [ranked for ranked in compared if not ranked.prediction.fits]
+    sentences = [_where_time_goes(winner.prediction)]
+    for changed in [*fitting[:2], *too_large[:1]]:
+        sentences.append(_compare(job, winner, changed))
+    return sentences
+
+
+def _where_time_goes(prediction: Prediction) -> str:
+    """Return a sentence with the five largest terms of a step."""
+    largest_first = sorted(prediction.terms.items(), key=lambda term: -term[1])
+    largest, *smaller = [(name, f"{seconds / prediction.step:.0%}") for name, seconds in largest_first[:5]]
+    name, share = largest
+    rest = ", ".join(f"{name} {share}" for name, share in smaller)
+    return f"{name.capitalize()} takes {share} of a step, {rest}."
+
+
+def _fastest(job: Job, layouts: Sequence[Layout]) -> Layout:
+    """Return the layout with the least bound of its step time, of those that fit if any does."""
+    bounds = {layout: predict(job.case(layout), at_least) for layout in layouts}
+    fitting = [layout for layout in layouts if bounds[layout].fits]
+    return min(fitting or layouts, key=lambda layout: bounds[layout].step)
+
+
 def one_change(job: Job, layout: Layout) -> Iterator[list[Layout]]:
     """Yield a list of layouts for each change of one setting; settings that must follow vary within the list."""
     mesh = mesh_of(layout)
@@ -133,6 +172,51 @@ def _on_mesh(job: Job, layout: Layout, mesh: DegreeMesh) -> list[Layout]:
         for sharding in shardings:
             layouts.append(sharded(scheduled, sharding))
     return _accepted(job, layouts)
+
+
+COMPARED_KEYS = ("tp", "pp", "cp", "ep", "recompute", "micro_batch_size", "data_ranks", "zero_stage")
+
+
+def _compare(job: Job, winner: Ranked, changed: Ranked) -> str:
+    """Return a sentence on the cost of another layout relative to the winner."""
+    prediction, best = changed.prediction, winner.prediction
+    settings = " and ".join(_changed_settings(winner.layout, changed.layout))
+    sentence = f"With {settings}, a step {_time_beside(prediction.step, best.step)}"
+    if not prediction.fits:
+        over = prediction.memory.total - job.hardware.memory
+        return f"{sentence}, but needs {_gib(over)} more than a GPU has."
+    reasons = ", ".join(_reasons(prediction, best))
+    return f"{sentence}: {reasons}." if reasons else f"{sentence}."
+
+
+def _changed_settings(old: Layout, new: Layout) -> Iterator[str]:
+    """Yield each setting that differs between two layouts."""
+    for key in COMPARED_KEYS:
+        old_value, new_value = getattr(old, key), getattr(new, key)
+        if new_value != old_value:
+            yield f"{key.replace('_', ' ')} {new_value} instead of {old_value}"
+
+
+def _time_beside(step: float, best: float) -> str:
+    """Return the duration of a step relative to the best one."""
+    slower = step / best - 1
+    if abs(slower) < NO_DIFFERENCE:
+        return "takes the same time"
+    return f"takes {slower:.1%} longer" if slower > 0 else f"is {-slower:.1%} faster"
+
+
+def _reasons(prediction: Prediction, best: Prediction) -> Iterator[str]:
+    """Yield the term with the largest increase over the other step, and the one with the largest decrease."""
+    differences = {}
+    for name in best.terms | prediction.terms:
+        differences[name] = prediction.terms.get(name, 0.0) - best.terms.get(name, 0.0)
+    smallest = SMALL * best.step
+    grown = max(differences, key=lambda name: differences[name])
+    if differences[grown] > smallest:
+        yield f"{differences[grown]:.3g} s more of {grown}"
+    shrunk = min(differences, key=lambda name: differences[name])
+    if differences[shrunk] < -smallest:
+        yield f"{-differences[shrunk]:.3g} s less of {shrunk}"
 
 
 def rejections(outcome: Found) -> Iterator[str]:

@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.bounds import Bounds, at_least
 from torchllm.tools.planner.search.layouts import DegreeMesh, Job, Layout, ShardingDegrees
 
+Objective = Literal["tokens_per_second", "gpu_hours", "memory"]
+"""memory: the least among layouts that take at most `SLOWER` times as long as the fastest"""
 SLOWER = 1.05
-"""how much longer than the fastest layouts of least memory may take"""
 ROUNDING = 1e-12
 """relative rounding error of sums: a bound may exceed the exact value by it"""
 LOOKED_AT = 40
@@ -347,12 +348,14 @@ def sharded(layout: Layout, sharding: ShardingDegrees) -> Layout:
     )
 
 
-def search(job: Job, count: int = 10, *, least_memory: bool = False, bounds: Bounds | None = None) -> Found:
-    """Return the best `count` layouts: the fastest, or those of least memory among those nearly as fast.
+def search(
+    job: Job, count: int = 10, objective: Objective = "tokens_per_second", bounds: Bounds | None = None
+) -> Found:
+    """Return the best `count` layouts. For one number of GPUs, most tokens per second means least GPU-hours too.
 
     bounds: of a job that differs in `fixed` and memory at most; the more often they are used, the faster is a search.
     """
-    if not least_memory:
+    if objective != "memory":
         return Search(job, count, bounds=bounds).run()
     outcome = Search(job, count, slower=SLOWER, bounds=bounds).run()
     outcome.best.sort(key=lambda ranked: (ranked.prediction.memory.total, ranked.prediction.step))
