@@ -6,8 +6,6 @@
 #
 # NPROC    processes on this node     (default: its number of GPUs, or 2 without a GPU)
 # NNODES   number of nodes            (default: 1; under a scheduler: the job's; with --check also 2-4)
-#          If the batch cannot be shared by all of them, and a degree is -1, the largest number that it can be shared by
-#          trains, from the first node on. The others wait, and end as the job does.
 #          With --run.dry_run=true both describe the run that is examined; default: the product of its degrees. A dry
 #          run and --check also take --gpus=N, the number of all processes.
 # RECIPE   the script to start        (default: recipes/pretrain.py)
@@ -175,12 +173,9 @@ if [ "$status" != 0 ]; then
     exit "$status"
 fi
 sample=0 folder="" dry_run=0 restarts=0 start_timeout="" on_event="" stopped_exit_status=0
-wait_reason="the batch is shared by fewer processes"
 while IFS= read -r line; do
     case $line in
         NPROC=*) NPROC=${line#*=} ;;
-        TRAINING_NODES=*) NNODES=${line#*=} ;;
-        WAIT_REASON=*) wait_reason=${line#*=} ;;
         RUN_FOLDER=*) folder=${line#*=} ;;
         SAMPLE=*) sample=${line#*=} ;;
         DRY_RUN=*) dry_run=${line#*=} ;;
@@ -207,12 +202,8 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 # A GPU's allocator then grows its segments instead of leaving gaps between them.
 [ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
-is_spare=""
-if [ "$node" -ge "$NNODES" ] || { [ -n "$local_rank" ] && [ "$LOCAL_RANK" -ge "$NPROC" ]; }; then
-    is_spare=1 request=$report # it stops nobody
-    [ "${LOCAL_RANK:-0}" != 0 ] || say "node $node waits for the end of the job: $wait_reason" >&2
-    command=("$python" -P -m torchllm.tools.launch.spare_node "$folder" "$request" "$start_timeout") end_at_once=KILL
-elif [ -n "$local_rank" ]; then # this is one rank of those that Slurm or mpirun has started
+if [ -n "$local_rank" ]; then # this is one rank of those that Slurm or mpirun has started
+    [ "$LOCAL_RANK" -lt "$NPROC" ] || exit 0 # run.lower_ranks
     export RANK=$((node * NPROC + LOCAL_RANK)) WORLD_SIZE=$((NNODES * NPROC)) LOCAL_WORLD_SIZE=$NPROC
     export MASTER_ADDR=$head MASTER_PORT=$port
     [ "$process" != 0 ] || say "starting $recipe on $WORLD_SIZE processes, this node is $HOSTNAME: importing torch" >&2
@@ -239,11 +230,8 @@ start "${command[@]}"
 trap 'on_signal QUIT' QUIT
 wait_for_child # and ignore signals from here on: what follows takes seconds
 if [ -n "$on_event" ] && [ "$process" = 0 ]; then "$python" -P -m torchllm.tools.launch.on_event "$on_event" "$folder" || true; fi
-# A spare node has looked at the marker itself. A node that waits for node 0 may have none.
-if [ -n "$is_spare" ] || { [ "$status" = 3 ] && [ "$process" != 0 ] && [ -z "$local_rank" ]; }; then
-    [ "$status" != 3 ] || status=$stopped_exit_status
-    exit "$status"
-fi
+# A node that waits for node 0 may have no marker.
+if [ "$status" = 3 ] && [ "$process" != 0 ] && [ -z "$local_rank" ]; then exit "$stopped_exit_status"; fi
 if [ "$status" != 2 ] && [ -e "$marker" ] && is_owner; then # else it is another job's
     what="with a checkpoint"
     if grep -q null "$marker"; then # steps of an attempt that has failed may be lost

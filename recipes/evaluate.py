@@ -60,7 +60,6 @@ from torchllm.recipe import (
     start_runtime,
 )
 from torchllm.runtime.signs_of_life import signs_of_life
-from torchllm.tools.continue_texts import begin_of_text
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
 from torchllm.tools.watch.tasks import Tasks, values_of, write_points, write_task_results
 from torchllm.tools.watch.text_ranks import TextRanks
@@ -115,7 +114,6 @@ def main(config: Config, runtime: Runtime | None = None) -> HeldOutLoss:
         dtype = compute_dtype(config.training, device)
         forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
     data = build_loader(config.data, config.training, config.model, config.run.seed, ranks, config.finetune)
-    data.keep_sources_of(manifest.data)
     log_evaluation(manifest, data.validation_sequences(config.evaluate.sequences))
     loss = evaluate(forward_backward, data.validation_batches(config.evaluate.sequences, device), device, mesh)
     if runtime is None or runtime.is_main:
@@ -135,8 +133,8 @@ def evaluate_tasks(config: Config, runtime: Runtime | None = None) -> Path | Non
         return None
     log.info("step %d: evaluating on %s", manifest.step, ", ".join(config.evaluate.tasks))
     with ranks.lead():
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
-        results = Tasks(config.evaluate.tasks).evaluate(ranks, tokenizer, begin_of_text(tokenizer, manifest.data))
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        results = Tasks(config.evaluate.tasks).evaluate(ranks, tokenizer)
     path = write_task_results(Path(config.run.folder), manifest.step, results)
     write_points(Path(config.run.folder), manifest.step, results)
     for value in values_of(results):

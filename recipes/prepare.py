@@ -75,7 +75,7 @@ def main(config: PrepareConfig) -> None:
 
     Raises RefusedStart for a wrong source or tokenizer, before anything is written; DataError for wrong records.
     """
-    load = partial(load_tokenizer, config.data.tokenizer, config.data.pattern)
+    load = partial(load_tokenizer, config.data.tokenizer)
     root = Path(config.prepare.folder).resolve()
     try:
         if not config.prepare.folder and not config.prepare.show:

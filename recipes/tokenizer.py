@@ -2,7 +2,7 @@
 
     python recipes/tokenizer.py CONFIG.toml --tokenizer.folder=tokenizers/mine [--tokenizer.size=32768]
 
-Byte-level byte-pair encoding of the tokenizers library, split by data.pattern. The folder gets tokenizer.json and
+Byte-level byte-pair encoding of the tokenizers library, split by Llama 3's pattern. The folder gets tokenizer.json and
 tokenizer_config.json, with a chat template (ChatML), as transformers reads them. `data.tokenizer =
 "FOLDER/tokenizer.json"` uses it. The report is on the documents that runs hold out (data.validation_fraction).
 """
@@ -44,21 +44,24 @@ from tokenizers import Tokenizer as Encoder
 from torchllm.config.schema import RAW_KINDS
 from torchllm.config.stages import mixture_stages, span_of, spans_of
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
+from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.tools.prepare.bad_records import BadShare, RecordTally, check_not_empty
 from torchllm.tools.prepare.chosen_files import choose_files
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.sources import ShardRange
-from torchllm.tools.prepare.tiktoken_tokenizer import split_pattern
-from torchllm.tools.prepare.tokenizer_json import without_possessive
 
 END, BEGIN_TURN, END_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Llama 3's regular expression for the pieces of a text within which bytes are merged"""
 HELD_OUT_MIB = 8
 """most held-out text that the report is on"""
 
@@ -71,7 +74,7 @@ def main(config: TokenizerConfig) -> None:
     if (folder / "tokenizer.json").exists():
         raise DataError(f"{folder} holds a tokenizer.json already: choose another tokenizer.folder, or delete that one")
     held_out: list[str] = []
-    encoder = train_encoder(texts(config, held_out), config.data.pattern, config.tokenizer.size)
+    encoder = train_encoder(texts(config, held_out), config.tokenizer.size)
     write_folder(encoder, folder)
     print_report(config, load_tokenizer(str(folder / "tokenizer.json")), held_out)
 
@@ -133,10 +136,10 @@ def source_texts(source: Source, config: TokenizerConfig, share: float, held_out
         print(f"{name}: skipped {count:,} records: {fault}")
 
 
-def train_encoder(documents: Iterator[str], pattern: Pattern, size: int) -> Encoder:
+def train_encoder(documents: Iterator[str], size: int) -> Encoder:
     """Return a byte-level BPE of `size` tokens."""
     encoder = Encoder(models.BPE())
-    splits = pre_tokenizers.Split(Regex(without_possessive(split_pattern(pattern))), "isolated")
+    splits = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     encoder.pre_tokenizer = pre_tokenizers.Sequence([splits, byte_level])
     encoder.decoder = decoders.ByteLevel()
@@ -177,7 +180,7 @@ def print_comparison(config: TokenizerConfig, trained: Tokenizer, held_out: list
     """Print bytes per token and used ids of the trained and the configured tokenizer on the held-out text."""
     size = sum(len(text.encode()) for text in held_out)
     print(f"{config.tokenizer.folder}: {trained.vocab:,} tokens; {size / 2**20:.2f} MiB of held-out text:")
-    rows = {"trained": trained, config.data.tokenizer: load_tokenizer(config.data.tokenizer, config.data.pattern)}
+    rows = {"trained": trained, config.data.tokenizer: load_tokenizer(config.data.tokenizer)}
     for name, tokenizer in rows.items():
         documents = tokenizer.encode_documents(held_out)
         tokens = sum(len(ids) for ids in documents)

@@ -40,10 +40,8 @@ usage: torchllm COMMAND [ARGUMENTS]
       Print the sizes of a published model, from its config.json alone, as a TOML file for plan rank --model.
   torchllm convert FILE [--gpus=N]
       Print our config for one of torchtitan, transformers, Megatron-LM, nanochat or litgpt (docs/coming_from.md).
-  torchllm pipeline train_configs/pipeline/laptop.toml [--check] [--set STAGE.section.key=value]
+  torchllm pipeline laptop [FOLDER]
       Tokenizer, pretraining, fine-tuning, evaluation, export and a chat, one after another (docs/pipeline.md).
-  torchllm runs [FOLDER]
-      List the runs in a folder, by default in runs/: state, step and last loss.
   torchllm RECIPE [ARGUMENTS]
       Run another recipe in one process: {recipes}.
 
@@ -52,7 +50,7 @@ A path train_configs/... that does not exist here is read from {home}.
 `torchllm train --help` and `torchllm RECIPE --help` list the options.
 """
 
-COMMANDS = ("train", "copy", "model", "convert", "size", "runs", "pipeline")
+COMMANDS = ("train", "copy", "model", "convert", "size", "pipeline")
 """besides the recipes"""
 
 
@@ -86,13 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from torchllm.tools.planner.search.size import main as size
 
         size(rest)
-    elif command == "runs":
-        from torchllm.tools.watch.runs import main as runs
-
-        runs(rest)
     elif command == "pipeline":
-        from torchllm.tools.pipeline.pipeline import main as pipeline
-
         pipeline(rest)
     elif command in recipes():
         start([sys.executable, str(recipes()[command]), *rest])
@@ -112,6 +104,15 @@ def start(command: list[str]) -> NoReturn:
     """Replace this process, so that the command gets its signals and returns its exit status."""
     sys.stdout.flush()
     os.execvp(command[0], command)
+
+
+def pipeline(arguments: Sequence[str]) -> NoReturn:
+    """Start a script of train_configs/pipeline."""
+    names = sorted(script.stem for script in resource("train_configs/pipeline").glob("*.sh") if script.stem != "stages")
+    if not 1 <= len(arguments) <= 2 or arguments[0] not in names:
+        exit_refused(f"usage: torchllm pipeline {{{','.join(names)}}} [FOLDER]")
+    os.environ.setdefault("PYTHON", sys.executable)
+    start(["bash", str(resource(f"train_configs/pipeline/{arguments[0]}.sh")), *arguments[1:]])
 
 
 def copy(arguments: Sequence[str]) -> None:

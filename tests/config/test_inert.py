@@ -86,7 +86,6 @@ CONTRADICTED: dict[
     "model.balance_weight": (0.1, EXPERTS, {**EXPERTS, "model.balance_loss": "sequence"}),
     "model.router_z_loss": (1e-3, {}, EXPERTS),
     "parallel.ep": (2, {}, {"model.experts": 4, "parallel.dp_shard": 2}),
-    "data.pattern": ("cl100k", {"data.tokenizer": "tokenizer.json"}, {"data.tokenizer": "tokenizer.model"}),
     "data.dtype": ("uint16", {}, {"data.sources": HEADERLESS}),
     "data.separator": (7, {}, {"data.sources": HEADERLESS}),
     "data.fim_style": ("spm", {}, {"data.fim_rate": 0.5}),

@@ -272,39 +272,6 @@ def test_check_tells_which_numbers_of_nodes_the_batch_allows(
     assert lines == ["1 node x 2 processes: global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"]
 
 
-def test_of_more_nodes_than_share_the_batch_the_largest_number_trains(
-    folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    batch = "3 nodes cannot share the batch of 16 sequences: 2 of them train, 1 waits"
-    degrees = "3 nodes do not divide into the degrees of [parallel]: 2 of them train, 1 waits"
-    (folder / "x.toml").write_text("[training]\nmicro_batch_size = 1\nglobal_batch_size = 16\n[model]\nkv_heads = 4")
-    for processes, arguments, line in (
-        ("2", [], f"{batch}; all would train with 4 nodes"),
-        ("3", ["--run.lower_ranks=true"], batch),
-        ("2", ["--parallel.tp=4"], f"{degrees}; all would train with 4 nodes"),
-    ):
-        launch(NNODES="3", NPROC=processes)
-        words = ["x.toml", "--run.folder=runs/a", *arguments]
-        out, err = check_lines(words, capsys, "TRAINING_NODES", "WAIT_REASON")
-        assert (out["TRAINING_NODES"], out["WAIT_REASON"]) == ("2", line)
-        assert err[0] == line
-        assert err[-1].startswith("global batch 16 sequences = ")
-
-
-def test_nodes_wait_only_if_a_degree_is_open_and_a_number_fits(
-    folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "x.toml").write_text("[training]\nmicro_batch_size = 8\nglobal_batch_size = 16")
-    launch(NNODES="3", NPROC="2")
-    fixed_degrees = ["--run.folder=runs/a", "--parallel.dp_shard=4"]
-    too_many_ranks_of_one_node = ["--run.folder=runs/a", "--training.micro_batch_size=16"]
-    a_folder_of_each_node: list[str] = []
-    for arguments in (fixed_degrees, too_many_ranks_of_one_node, a_folder_of_each_node):
-        words = ["x.toml", "--check", *arguments]
-        (line,) = refusal(capsys, partial(load_config, words))
-        assert "wait" not in line
-
-
 def test_a_range_of_nodes_needs_check_and_the_processes_of_a_node(
     folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:

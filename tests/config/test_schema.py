@@ -154,7 +154,6 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"data.sources": ()}, None, ["data.sources"]),
     ({"data.sources": (Source(), Source(kind="text"))}, None, ["data.sources.1.path"]),
     ({"data.sources": (Source(path="a"),)}, None, ["data.sources.0.path"]),
-    ({"data.sources": (Source(kind="csv", path="a", delimiter=";;"),)}, None, ["data.sources.0.delimiter"]),
     ({"data.sources": HEADERLESS}, None, ["data.dtype", "data.separator"]),
     ({"data.sources": HEADERLESS, "data.dtype": "int32", "data.separator": 0}, None, []),
     *(

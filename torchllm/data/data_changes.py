@@ -70,7 +70,7 @@ def _source_differences(
 def _tokenizer_difference(saved: str | None, current: str) -> str:
     """Describe how the tokenizer differs from the saved one, whose data.tokenizer is None if it is not known."""
     if saved is None or saved == current:
-        return f"data.tokenizer {current!r} is another one than in the checkpoint: its file or data.pattern has changed"
+        return f"data.tokenizer {current!r} is another one than in the checkpoint: its file has changed"
     return f"data.tokenizer: {saved!r} in the checkpoint, {current!r} now"
 
 

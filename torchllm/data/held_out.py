@@ -114,7 +114,7 @@ class HeldOut:
         if all(source.kind == "synthetic" for source in self.data.all_sources.values()):
             return None
         if self._byte_lengths is None:
-            tokenizer = load_tokenizer(self.data.tokenizer, self.data.pattern)
+            tokenizer = load_tokenizer(self.data.tokenizer)
             self._byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(labels.device)
         return self._byte_lengths[labels.clamp(min=0)].where(labels != IGNORED, 0)
 

@@ -29,7 +29,7 @@ from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.data.error import DataError
-from torchllm.data.open_sources import OpenedSources, open_sources
+from torchllm.data.open_sources import open_sources
 from torchllm.data.order import DataOrder, Location, PlannedStage, rounded_shares
 from torchllm.data.packing import DataRanks as DataRanks
 from torchllm.data.packing import Packed, PackedBatches
@@ -70,12 +70,11 @@ def build_loader(
     become tokens, and whether training.steps follows from epochs; None: sources of conversations are an error.
     """
     applied("data", data)
-    open_again = partial(open_sources, data, training, model, ranks, finetune)
-    opened = open_again()
+    opened = open_sources(data, training, model, ranks, finetune)
     counts_epochs = finetune is not None and finetune.epochs > 0
     verification, depth = opened.verification, model.mtp_depth
     return TrainLoader(
-        opened.sources, data, training, seed, ranks, verification, counts_epochs, open_again, depth, opened.validation
+        opened.sources, data, training, seed, ranks, verification, counts_epochs, depth, opened.validation
     )
 
 
@@ -130,22 +129,18 @@ class TrainLoader:
         ranks: DataRanks,
         verification: "Verification | None" = None,
         counts_epochs: bool = False,
-        open_again: Callable[[Sequence[str]], OpenedSources] | None = None,
         depth: int = 0,
         validation: Sequence[SequenceSource] = (),
     ) -> None:
         """Start at sequence 0 of `sources`, the opened data.sources. `verification` runs in the background.
 
-        counts_epochs: the run has the same number of epochs of each source, unless weights are chosen. open_again:
-        opens the sources by the fingerprints that a checkpoint of an earlier version recorded; None: they are the same.
-        depth: of `Batch.ahead`. validation: the opened data.validation.
+        counts_epochs: the run has the same number of epochs of each source, unless weights are chosen. depth: of
+        `Batch.ahead`. validation: the opened data.validation.
         """
         self._depth = depth
-        self._validation = validation
         self.on_damage: Callable[[int, str], None] = lambda first_step, reason: None
         """callback before damaged data ends the run: first step that trained on it, and the damage"""
         self._verification = verification
-        self._open_again = open_again
         self._data = data
         self._training = training
         self._workers = data.workers
@@ -160,12 +155,8 @@ class TrainLoader:
         """steps up to which the data was right when they read it"""
         self._batches: Iterator[Any] | None = None
         self._counts_epochs = counts_epochs
-        self._read_from(sources)
-
-    def _read_from(self, sources: list[SequenceSource]) -> None:
-        """Read the sequences of `sources` from now on."""
-        self._sources = sources
-        length = self._training.sequence_length
+        self._sources, self._validation = sources, validation
+        length = training.sequence_length
         fingerprints, tokenizers = [], set()
         skipped: Counter[str] = Counter()
         for weight, source in zip(self._weights, sources, strict=True):
@@ -188,7 +179,6 @@ class TrainLoader:
                 cut = [with_length(source, other) for source in sources]
             self._readers[other] = SequenceReader(cut, other, *settings)
             self._sizes[0 if other == length else other] = [source.count("train", other) for source in cut]
-        vars(self).pop("_held_out", None)  # of other sources
         self._mixture = mixed_by_size(self._data, self._sizes[0]) if self._counts_epochs else self._data
         """settings with the sources' weights in training; `data` has the weights for held-out sequences"""
         self._order_by(plan_stages(self._mixture, self._training))
@@ -347,7 +337,6 @@ class TrainLoader:
         """
         if "stages" not in state:
             raise DataError("the checkpoint was trained on an iterable (IterableLoader), not on data.sources")
-        self.keep_sources_of(state)
         settings = (record or {}).get("config", {}).get("data", {})
         saved = stages_from_state(state, len(self._sources))
         sequences = state["sequences"]
@@ -392,20 +381,6 @@ class TrainLoader:
                     log.info("data: the sources have the shares of the checkpoint, %s", list(saved[0].weights))
                 return mixture
         return self._mixture
-
-    def keep_sources_of(self, state: Mapping[str, Any]) -> None:
-        """Read the files and tokens of the run that saved a state, if an earlier version chose others.
-
-        Call it on all ranks.
-        """
-        recorded = [fingerprint for fingerprint, _ in state.get("fingerprint", {}).get("sources", [])]
-        current = [source.fingerprint for source in self._sources][: len(recorded)]
-        if self._open_again is not None and current != recorded:
-            self.close()
-            opened = self._open_again(recorded)
-            self._verification = opened.verification
-            self._validation = opened.validation
-            self._read_from(opened.sources)
 
     def close(self) -> None:
         """End the worker processes and close the shards; the next step starts and opens them again.

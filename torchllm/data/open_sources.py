@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torchllm.config import Data, Finetune, Model, Source, Training
-from torchllm.config.applied_keys import config_in_use
 from torchllm.config.schema import RAW_KINDS
 from torchllm.config.stages import lengths
 from torchllm.data.corpus import SequenceSource, ShardStream
 from torchllm.data.error import DataError
 from torchllm.data.packing import DataRanks
-from torchllm.data.readers import ReaderSettings, reader_of, recorded_sources
+from torchllm.data.readers import ReaderSettings, reader_of
 from torchllm.data.shard import Split
 from torchllm.data.tokenizer import describe_documents, load_tokenizer
 
@@ -37,23 +36,15 @@ class OpenedSources(NamedTuple):
 
 
 def open_sources(
-    data: Data,
-    training: Training,
-    model: Model,
-    ranks: DataRanks,
-    finetune: Finetune | None,
-    recorded: Sequence[str] = (),
+    data: Data, training: Training, model: Model, ranks: DataRanks, finetune: Finetune | None
 ) -> OpenedSources:
-    """Prepare and open the sources of a run; DataError if not all ranks read the same data.
-
-    recorded: fingerprints of the sources of a resumed run; empty: those in the run folder's newest checkpoint, if any.
-    """
+    """Prepare and open the sources of a run; DataError if not all ranks read the same data."""
 
     def prepare() -> tuple[ReaderSettings, str]:
         needs_tokenizer = any(source.kind != "synthetic" for source in data.all_sources.values())
-        tokenizer = load_tokenizer(data.tokenizer, data.pattern) if needs_tokenizer else None
+        tokenizer = load_tokenizer(data.tokenizer) if needs_tokenizer else None
         settings = ReaderSettings(data, model.vocab, tokenizer, finetune, training.sequence_length)
-        return settings, json.dumps(_prepare(data, settings, recorded)) if ranks.prepares else ""
+        return settings, json.dumps(_prepare(data, settings)) if ranks.prepares else ""
 
     settings, answers = _on_all_ranks(ranks, prepare)
     folders: list[str] = json.loads(answers[ranks.preparing_rank])
@@ -107,18 +98,15 @@ def _on_all_ranks(ranks: DataRanks, action: Callable[[], tuple[T, str]]) -> tupl
     return result, texts
 
 
-def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> list[str]:
-    """Return the folder that `SourceReader.prepare` made for each source. recorded: as in `open_sources`."""
-    recorded = recorded or recorded_sources(config_in_use())
+def _prepare(data: Data, settings: ReaderSettings) -> list[str]:
+    """Return the folder that `SourceReader.prepare` made for each source."""
     sources = data.all_sources.values()
-    if settings.tokenizer is not None and not recorded and any(source.kind in RAW_KINDS for source in sources):
+    if settings.tokenizer is not None and any(source.kind in RAW_KINDS for source in sources):
         for line in describe_documents(settings.tokenizer):
             log.info("%s", line)
     folders = []
-    for index, (key, source) in enumerate(data.all_sources.items()):
-        is_recorded = key.startswith("data.sources") and index < len(recorded)
-        fingerprint = recorded[index] if is_recorded else ""
-        folders.append(reader_of(source.kind).prepare(source, settings, fingerprint))
+    for source in sources:
+        folders.append(reader_of(source.kind).prepare(source, settings))
         if data.packing == "best_fit":
             for length in lengths(data, settings.sequence_length):
                 _open_source(source, folders[-1], settings, length)  # counts the sequences

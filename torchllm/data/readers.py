@@ -3,12 +3,10 @@
 Token corpora and random tokens are read here. Readers of other kinds are registered (`torchllm/data/registry.py`).
 """
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from torchllm.config import Config, Data, Finetune, Source
+from torchllm.config import Data, Finetune, Source
 from torchllm.config.files import cache_root
 from torchllm.config.paths import is_url
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
@@ -39,11 +37,10 @@ def verified_records(data: Data) -> Path:
 class SourceReader(Protocol):
     """Reads the sources of a kind."""
 
-    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
+    def prepare(self, source: Source, settings: ReaderSettings) -> str:
         """Make the input of `open`, e.g. a corpus in the cache, if it is missing; return its folder, or "".
 
-        One process per node calls it. recorded: fingerprint of the source in the checkpoint that the run goes on from;
-        the files and tokens that earlier versions of torchllm chose are taken if they have it. Raises DataError.
+        One process per node calls it. Raises DataError.
         """
         return ""
 
@@ -104,7 +101,7 @@ def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:
     data, tokenizer, vocab = settings.data, settings.tokenizer, settings.vocab
     assert tokenizer is not None, "only random tokens need none"
     corpus = Corpus(folder, verified_records(data))
-    if corpus.header.tokenizer not in tokenizer.begins:
+    if corpus.header.tokenizer != tokenizer.fingerprint:
         raise DataError(
             f"{corpus.folder} holds tokens of {corpus.header.tokenizer!r}, but data.tokenizer is "
             f"{data.tokenizer!r} ({tokenizer.fingerprint!r}): set it to the one the tokens were made with"
@@ -121,19 +118,3 @@ def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:
             f"(data.tokenizer has {tokenizer.vocab} ids)"
         )
     return corpus
-
-
-def recorded_sources(config: Config) -> list[str]:
-    """Return the fingerprints of the sources in the checkpoint that a run goes on from; [] if it starts fresh.
-
-    The newest checkpoint that can be read stands for all of them: `TrainLoader.load_state` compares the loaded one.
-    """
-    run, resume = config.run.folder, config.checkpoint.resume
-    folders = sorted(Path(run, "checkpoints").glob("step-*"), reverse=True) if run and resume != "none" else []
-    if resume not in ("auto", "none"):
-        folders.append(Path(resume))
-    for folder in folders:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            state = json.loads((folder / "manifest.json").read_bytes())["data"]
-            return [fingerprint for fingerprint, _ in state["fingerprint"]["sources"]]
-    return []

@@ -10,4 +10,4 @@ from typing import Any
 READERS: dict[str, Callable[[], Any]] = {}
 """data.sources.kind -> makes a `SourceReader` of `torchllm/data/readers.py`"""
 TOKENIZERS: dict[str, Callable[..., Any]] = {}
-"""kind of a tokenizer's file -> makes a `Tokenizer` from the file, data.pattern and a number of threads"""
+"""kind of a tokenizer's file -> makes a `Tokenizer` from the file and a number of threads"""

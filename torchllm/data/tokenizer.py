@@ -1,18 +1,16 @@
-"""Encode text as token ids and decode it: bytes, tiktoken rank files, Hugging Face's tokenizer.json; all local files.
+"""Encode text as token ids and decode it: bytes, or a local tokenizer.json of Hugging Face.
 
 A document is never trusted: text that looks like a special token ("<|end_of_text|>") is encoded as ordinary text.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import tiktoken
 
 from torchllm.config.files import why_pointer
 from torchllm.data.error import DataError
@@ -21,7 +19,6 @@ from torchllm.data.registry import TOKENIZERS
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 ByteLengths = npt.NDArray[np.int32]
 """(vocab,), bytes of UTF-8 that each id stands for in a text; 0 for a special token, and an id without a token"""
-Pattern = Literal["llama3", "cl100k", "gpt2", "o200k"]
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 LARGEST_TOKENIZER = 1 << 30
@@ -42,10 +39,8 @@ class Tokenizer(Protocol):
     """id put after a document; generation stops at it"""
     fingerprint: str
     """changes if any text could be encoded differently"""
-    earlier_fingerprints: tuple[str, str]
-    """fingerprints in earlier versions, newest first: same ids of documents, but possibly another begin"""
-    begins: Mapping[str, tuple[int, ...]]
-    """ids put before a document, for each of these fingerprints"""
+    begins: Sequence[int]
+    """ids put before a document"""
     unknown: int | None
     """id of unknown text; None: the tokenizer encodes any text"""
     notes: Sequence[str]
@@ -68,16 +63,6 @@ class Tokenizer(Protocol):
         """Return the bytes of each id, computed once."""
 
 
-def byte_lengths_of(encoding: tiktoken.Encoding) -> ByteLengths:
-    """Return the bytes of each id of an encoding."""
-    lengths = np.zeros(encoding.n_vocab, dtype=np.int32)
-    for token in range(encoding.n_vocab):
-        if not encoding.is_special_token(token):
-            with suppress(KeyError):  # the ids may have gaps
-                lengths[token] = len(encoding.decode_single_token_bytes(token))
-    return lengths
-
-
 def bits_per_byte(nats: float, size: int) -> float:
     """Return the loss in bits per byte of a text of `size` bytes, comparable between tokenizers.
 
@@ -86,22 +71,10 @@ def bits_per_byte(nats: float, size: int) -> float:
     return nats / math.log(2) / size
 
 
-def decode_ids(encoding: tiktoken.Encoding, ids: Sequence[int]) -> str:
-    """Return the text of ids, with U+FFFD for ids that have no token; tiktoken's own `decode` raises for them."""
-    content = bytearray()
-    for token in ids:
-        try:
-            content += encoding.decode_single_token_bytes(token)
-        except KeyError:
-            content += "\ufffd".encode()
-    return content.decode("utf-8", errors="replace")
-
-
 @lru_cache(maxsize=4)
-def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> Tokenizer:
-    """Return the tokenizer of data.tokenizer (`name`) and data.pattern.
+def load_tokenizer(name: str, threads: int = 1) -> Tokenizer:
+    """Return the tokenizer of data.tokenizer (`name`), which encodes documents on one CPU for 1 thread, else on all.
 
-    `threads` encode the documents of one call in parallel (a Hugging Face tokenizer uses one CPU for 1, else all).
     Raises DataError if the file is missing or is not a tokenizer.
     """
     if name == "bytes":
@@ -115,18 +88,22 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
         raise DataError(f"data.tokenizer: {path} has {path.stat().st_size} bytes, more than any tokenizer")
     if reason := why_pointer(path, path.stat().st_size):
         raise DataError(f"data.tokenizer: {path} {reason}")
-    kind = "tokenizer.json" if path.suffix == ".json" else "ranks"
-    arguments = (path, threads) if kind == "tokenizer.json" else (path, pattern, threads)
-    if kind not in TOKENIZERS:
+    if path.suffix != ".json":
+        raise DataError(
+            f"data.tokenizer: {path} is no tokenizer.json; models of SentencePiece and ranks of tiktoken are not read: "
+            "use the tokenizer.json of the same model; transformers writes it with "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    if "tokenizer.json" not in TOKENIZERS:
         raise DataError(f"data.tokenizer: {path} has no reader: import torchllm.recipe, which registers all")
-    tokenizer: Tokenizer = TOKENIZERS[kind](*arguments)
+    tokenizer: Tokenizer = TOKENIZERS["tokenizer.json"](path, threads)
     return tokenizer
 
 
 def describe_documents(tokenizer: Tokenizer) -> list[str]:
     """Return a line about the ids before and after a document, and lines about ignored settings and inexact bytes."""
     end = f"{tokenizer.decode([tokenizer.end])} ({tokenizer.end})"
-    begins = [f"{tokenizer.decode([token])} ({token})" for token in tokenizer.begins[tokenizer.fingerprint]]
+    begins = [f"{tokenizer.decode([token])} ({token})" for token in tokenizer.begins]
     before = " ".join(begins) or "nothing"
     lines = [f"data.tokenizer: before a document {before}, after it {end}", *tokenizer.notes]
     (ids,) = tokenizer.encode_documents([_SAMPLE])
@@ -147,23 +124,11 @@ class ByteTokenizer:
         self.name, self.vocab, self.end = "bytes", 258, 257
         self.begin: int | None = 256
         self.fingerprint = "bytes"
-        self.earlier_fingerprints = ("bytes", "bytes")
-        self.begins: Mapping[str, tuple[int, ...]] = {"bytes": (256,)}
+        self.begins: Sequence[int] = (256,)
         self.unknown: int | None = None
         self.notes: Sequence[str] = ()
 
-    @cached_property
-    def encoding(self) -> tiktoken.Encoding:
-        """The same tokens in tiktoken, for decoding."""
-        return tiktoken.Encoding(
-            name="bytes",
-            pat_str=r"(?s:.)",
-            mergeable_ranks={bytes([value]): value for value in range(256)},
-            special_tokens={BEGIN: 256, END: 257},
-        )
-
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the bytes of each text: the same ids as the encoding's, without its search for merges."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def special_id(self, name: str) -> int | None:
@@ -174,8 +139,10 @@ class ByteTokenizer:
         return len(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return decode_ids(self.encoding, ids)
+        names = {256: BEGIN, 257: END}
+        content = b"".join(bytes([token]) if token < 256 else names.get(token, "\ufffd").encode() for token in ids)
+        return content.decode("utf-8", errors="replace")
 
     @cached_property
     def byte_lengths(self) -> ByteLengths:
-        return byte_lengths_of(self.encoding)
+        return (np.arange(self.vocab) < 256).astype(np.int32)

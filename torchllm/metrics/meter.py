@@ -160,7 +160,7 @@ class Meter:
             self.spend("data", seconds)
 
     @contextmanager
-    def pause(self, cause: Literal["evaluate", "checkpoint", "plan"]) -> Iterator[None]:
+    def pause(self, cause: Literal["evaluate", "checkpoint"]) -> Iterator[None]:
         """Return a context around work whose time is not the step's.
 
         It waits for the device at both ends.

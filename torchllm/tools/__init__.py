@@ -28,12 +28,6 @@ def _hugging_face_tokenizer(*arguments: Any) -> Any:
     return HuggingFaceTokenizer(*arguments)
 
 
-def _tiktoken_tokenizer(*arguments: Any) -> Any:
-    from torchllm.tools.prepare.tiktoken_tokenizer import TiktokenTokenizer
-
-    return TiktokenTokenizer(*arguments)
-
-
-READERS |= dict.fromkeys(("stdlib", "text", "jsonl", "parquet", "csv", "arrow", "hub"), _raw_reader)
+READERS |= dict.fromkeys(("stdlib", "text", "jsonl", "parquet", "hub"), _raw_reader)
 READERS |= dict.fromkeys(("megatron", "llmc", "nanogpt", "mds"), _in_place_reader)
-TOKENIZERS |= {"tokenizer.json": _hugging_face_tokenizer, "ranks": _tiktoken_tokenizer}
+TOKENIZERS["tokenizer.json"] = _hugging_face_tokenizer

@@ -1,31 +1,19 @@
 """Continue token ids with a model, several texts at a time."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchllm.config import Generate
 from torchllm.config.errors import UserError
-from torchllm.data.tokenizer import Tokenizer
 from torchllm.models.decoder import Decoder
 from torchllm.models.mixer import Mixer
 from torchllm.runtime.signs_of_life import show_progress
 
 TOKENS_PER_WAIT = 16
 """a GPU is asked this often whether all texts have ended: each answer waits for it"""
-
-
-def begin_of_text(tokenizer: Tokenizer, data: Mapping[str, Any]) -> list[int]:
-    """Return the ids before a document in the corpora of a run, whose tokenizer may be of an earlier version.
-
-    data: what a checkpoint says of the data. Without a fingerprint of this tokenizer: the current ids.
-    """
-    fingerprints = data.get("fingerprint", {}).get("tokenizer", ())
-    known = [fingerprint for fingerprint in fingerprints if fingerprint in tokenizer.begins]
-    return list(tokenizer.begins[known[0] if known else tokenizer.fingerprint])
 
 
 @torch.no_grad()

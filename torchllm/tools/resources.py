@@ -43,12 +43,6 @@ def find_run(name: str | Path) -> NamedRun | None:
     return None
 
 
-def run_folder(name: str) -> Path:
-    """Return the folder of the run that a path names; the path itself if it names none."""
-    run = find_run(name)
-    return Path(name) if run is None else run.folder
-
-
 def find_config(file: str) -> str:
     """Return where to read a TOML file that a user named.
 

@@ -1,6 +1,5 @@
 """--check finds what a run lacks, before any process is started and without torch."""
 
-import base64
 import errno
 import json
 import os
@@ -8,17 +7,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.checkpoint.manifest import Manifest, publish, write_file
 from torchllm.config import Data, Source
-from torchllm.data.corpus import Corpus, SequenceSource
+from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -26,8 +26,6 @@ from torchllm.tools.front import preflight
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.prepare.cache import is_cached, plan_corpus, prepare_cached
-from torchllm.tools.prepare.formats.in_place import InPlaceCorpus, describe_in_place, in_place_settings
-from torchllm.tools.prepare.plan import Rules
 
 TEXT_SOURCE = ["--data.sources.0.kind=text", "--data.sources.0.path=words.txt"]
 SHORT = "--training.sequence_length=32"
@@ -43,10 +41,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_ranks(path: Path, tokens: int = 300) -> None:
-    words = [bytes([byte]) for byte in range(256)]
-    words += [bytes([97 + number // 26, 97 + number % 26]) for number in range(tokens - 256)]
-    path.write_text("".join(f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words)))
+def write_tokenizer(path: Path) -> None:
+    words = {"<|endoftext|>": 0} | {f"word{number}": number for number in range(1, 300)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<|endoftext|>"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
 
 
 def write_checkpoint(root: Path, step: int, data: dict[str, Any] | None = None) -> Path:
@@ -83,10 +82,10 @@ LACKS = {
         "--data.sources.0.path: no file matches 'word.txt' (kind 'text')",
     ),
     "JSON lines": Lack(
-        ["--data.sources.0.kind=jsonl", "--data.sources.0.path=a.csv"],
-        "--data.sources.0.path: a.csv:1: broken JSON (Expecting value: line 1 column 1 (char 0)); by its name the file "
-        'is for kind = "csv"',
-        lambda folder: (folder / "a.csv").write_text("id,text\n1,one\n"),
+        ["--data.sources.0.kind=jsonl", "--data.sources.0.path=a.parquet"],
+        "--data.sources.0.path: a.parquet:1: broken JSON (Expecting value: line 1 column 1 (char 0)); by its name the "
+        'file is for kind = "parquet"',
+        lambda folder: (folder / "a.parquet").write_text("id,text\n1,one\n"),
     ),
     "a text long enough to hold out a sequence": Lack(
         [*TEXT_SOURCE, SHORT],
@@ -108,9 +107,9 @@ LACKS = {
         lambda folder: (prepare(folder) / "00000.train.bin").unlink(),
     ),
     "the tokenizer of the shards": Lack(
-        [*PREPARED, "--data.tokenizer=ranks", "--model.vocab=600"],
-        "--data.sources.0.path: SHARDS holds tokens of 'bytes', but data.tokenizer is 'ranks'",
-        lambda folder: (prepare(folder), write_ranks(folder / "ranks")),
+        [*PREPARED, "--data.tokenizer=words.json", "--model.vocab=600"],
+        "--data.sources.0.path: SHARDS holds tokens of 'bytes', but data.tokenizer is 'words.json'",
+        lambda folder: (prepare(folder), write_tokenizer(folder / "words.json")),
     ),
     "held-out documents": Lack(
         [*PREPARED, SHORT, "--evaluate.interval=1"], "--evaluate.interval: nothing is held out to evaluate on", prepare
@@ -130,9 +129,9 @@ LACKS = {
     ),
     "tokenizer": Lack(["--data.tokenizer=gpt2"], "--data.tokenizer: there is no file 'gpt2'"),
     "vocabulary": Lack(
-        [*TEXT_SOURCE, "--data.tokenizer=ranks", "--model.vocab=555"],
-        "--model.vocab: 555 is less than the 556 ids of data.tokenizer 'ranks': set it to 556 or more",
-        lambda folder: write_ranks(folder / "ranks"),
+        [*TEXT_SOURCE, "--data.tokenizer=words.json", "--model.vocab=299"],
+        "--model.vocab: 299 is less than the 300 ids of data.tokenizer 'words.json': set it to 300 or more",
+        lambda folder: write_tokenizer(folder / "words.json"),
     ),
     "vocabulary for bytes": Lack(
         ["--model.vocab=257"],
@@ -237,32 +236,6 @@ def test_a_run_that_lacks_nothing_is_not_talked_about(folder: Path, capsys: pyte
     assert {path.name for path in folder.iterdir()} == {"words.txt", "shards"}  # a look leaves nothing behind
 
 
-@pytest.mark.parametrize(("kind", "content"), [("text", b"some words " * 100), ("nanogpt", bytes(2000))])
-def test_a_run_that_goes_on_is_not_refused_for_the_names_of_its_files(
-    kind: str, content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "data").mkdir()
-    (folder / "data" / f"test.{'bin' if kind == 'nanogpt' else 'txt'}").write_bytes(content)
-    arguments = [f"--data.sources.0.kind={kind}", "--data.sources.0.path=data", SHORT, "--run.folder=run"]
-    arguments += ["--evaluate.interval=0", *(["--data.dtype=uint16", "--data.separator=1"] * (kind == "nanogpt"))]
-    assert "by their names all of the 1 files" in refusal(capsys, lambda: checked(*arguments))[0]
-    source = Source(kind, str(folder / "data"))
-    data = Data((source,), cache=str(folder / "cache" / "torchllm"))
-    if kind == "nanogpt":
-        data = replace(data, dtype="uint16", separator=1)
-    if kind == "text":
-        corpus: SequenceSource = Corpus(
-            prepare_cached(plan_corpus(source, ReaderSettings(data, 264, ByteTokenizer()), rules=Rules.FIRST), data)
-        )
-    else:
-        corpus = InPlaceCorpus(
-            describe_in_place(source, data, 264, rules=Rules.FIRST), in_place_settings(source, data), 264
-        )
-    write_checkpoint(folder / "run" / "checkpoints", 1, {"fingerprint": {"sources": [[corpus.fingerprint, 1.0]]}})
-    with pytest.raises(SystemExit, match="0"):
-        checked(*arguments)
-
-
 def test_a_cache_of_another_user_that_may_not_be_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,7 +271,7 @@ def test_bytes_have_as_many_ids_as_their_tokenizer() -> None:
 def test_a_broken_file_beside_the_tokenizers_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(name: str, pattern: str) -> None:
+    def load(name: str) -> None:
         json.loads("{")
 
     monkeypatch.setattr("torchllm.data.tokenizer.load_tokenizer", load)
@@ -306,16 +279,16 @@ def test_a_broken_file_beside_the_tokenizers_is_named(
     assert line.startswith("--data.tokenizer: words.txt cannot be read: JSONDecodeError(")
 
 
-@pytest.mark.parametrize("kind", ["ranks", "tokens"])
+@pytest.mark.parametrize("kind", ["tokenizer", "tokens"])
 def test_it_needs_no_torch(kind: str, folder: Path) -> None:
     """Nor numpy where only Python's own library is read: tests/tools/front/test_resolve.py."""
     arguments = [str(ROOT / DEBUG), "--check"]
     if kind == "tokens":
         arguments += ["--data.sources.0.kind=tokens", f"--data.sources.0.path={prepare(folder)}", SHORT]
         arguments += ["--evaluate.interval=0"]
-    if kind == "ranks":
-        write_ranks(folder / "ranks")
-        arguments += [*TEXT_SOURCE, "--data.tokenizer=ranks", "--model.vocab=600"]
+    if kind == "tokenizer":
+        write_tokenizer(folder / "words.json")
+        arguments += [*TEXT_SOURCE, "--data.tokenizer=words.json", "--model.vocab=600"]
     program = "import sys\nsys.modules['torch'] = None\n"
     program += "from torchllm.tools.front.start import load_configs\nload_configs(sys.argv[1:])\n"
     environment = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}

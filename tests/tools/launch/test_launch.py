@@ -25,7 +25,6 @@ assert ones == 2
 
 def test_it_imports_no_torch() -> None:
     code = "import sys, torchllm.tools.launch.launch, torchllm.tools.launch.job\n"
-    code += "import torchllm.tools.launch.spare_node\n"
     code += "sys.exit(bool({'torch', 'numpy', 'torchllm.config.schema'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -32,8 +32,6 @@ def write_files(folder: Path) -> None:
         "one_bad.jsonl": f"no json\n{ROWS}",
         "many_bad.jsonl": ROWS + "no json\n" * 15,
         "windows.txt": f"{TEXT}\r\n\r\n" * 30,
-        "cells.csv": "id,text\n" + f"1,{TEXT}\n" * 9,
-        "semicolons.csv": "id;text\n" + f"1;{TEXT}\n" * 9,
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -53,18 +51,14 @@ class Advised(NamedTuple):
 
 SKIP = {"on_bad_record": "skip"}
 ADVISED = [
-    Advised({"kind": "jsonl", "path": "cells.csv"}, 'file is for kind = "csv"', {"kind": "csv"}),
-    Advised({"kind": "csv", "path": "rows.jsonl"}, 'file is for kind = "jsonl"', {"kind": "jsonl"}),
     Advised({"kind": "parquet", "path": "rows.jsonl"}, 'file is for kind = "jsonl"', {"kind": "jsonl"}),
-    Advised({"kind": "arrow", "path": "cells.csv"}, 'file is for kind = "csv"', {"kind": "csv"}),
     Advised({"kind": "text", "path": "rows.parquet"}, 'kind = "parquet"', {"kind": "parquet", "text_key": "body"}),
     Advised({"kind": "text", "path": "rows.txt"}, 'set kind = "jsonl"', {"kind": "jsonl"}),
     Advised({"kind": "text", "path": "folder"}, 'set kind = "jsonl"', {"kind": "jsonl"}),
-    Advised({"kind": "csv", "path": "texts"}, 'set kind = "text"', {"kind": "text", "path": "texts/a.txt"}),
+    Advised({"kind": "parquet", "path": "texts"}, 'set kind = "text"', {"kind": "text", "path": "texts/a.txt"}),
     Advised({"kind": "text", "path": "programs"}, 'path = "programs/**/*.py"', {"path": "programs/**/*.py"}),
     Advised({"kind": "jsonl", "path": "body.jsonl"}, "set that key to a name that the file has", {"text_key": "body"}),
     Advised({"kind": "parquet", "path": "rows.parquet"}, "set that key to a name that", {"text_key": "body"}),
-    Advised({"kind": "csv", "path": "semicolons.csv"}, "messages_key or delimiter", {"delimiter": ";"}),
     Advised(
         {"kind": "text", "path": "windows.txt", "delimiter": "\n\n"},
         r'set it to "\\r\\n\\r\\n", which is there',

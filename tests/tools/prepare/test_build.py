@@ -602,7 +602,7 @@ def test_of_text_files_all_count_together(tmp_path: Path) -> None:
     plan = plan_for(Source(kind="text", path=str(texts)), on_bad_record="skip")
     with pytest.raises(DataError, match=r"11 of the 30 records of \S+ \(11 not UTF-8, the first at \S+/19\.txt:1\)"):
         write_corpus(plan, BYTES, tmp_path / "c")
-    assert write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=None).documents == 19
+    assert write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=1.0).documents == 19
     library = replace(plan, source=Source(kind="stdlib"))  # no user can fix it
     assert write_corpus(library, BYTES, tmp_path / "library").documents == 19
     (texts / "29.txt").write_text("good")

@@ -20,10 +20,10 @@ from torchllm.data.corpus import Corpus, close_shards
 from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.data.packing import IGNORED, PackedBatches, SequencePieces, pack_windows
-from torchllm.data.readers import ReaderSettings, open_corpus, reader_of
+from torchllm.data.readers import ReaderSettings, open_corpus
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import choose_split, write_corpus
-from torchllm.tools.prepare.cache import cached_folder, plan_corpus
+from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chat.plan import chat_format
 from torchllm.tools.prepare.chat.template import Conversation
 from torchllm.tools.prepare.conversation_writer import preparation_day
@@ -61,9 +61,7 @@ def planned(source: Source, data: Data, shard_mib: float = 0.0, length: int = LE
 
 
 def written(folder: Path, source: Source, data: Data, processes: int = 1, **plan: Any) -> Corpus:
-    write_corpus(
-        planned(source, data, **plan), partial(load_tokenizer, data.tokenizer, data.pattern), folder, processes
-    )
+    write_corpus(planned(source, data, **plan), partial(load_tokenizer, data.tokenizer), folder, processes)
     return Corpus(folder)
 
 
@@ -212,14 +210,12 @@ def test_of_few_conversations_the_last_ones_are_held_out_whole(tmp_path: Path) -
         data = settings(folder, family, validation_fraction=0.1)
         source = write_lines(folder / "talks.jsonl", TALKS)
         plan = choose_split(planned(source, data))
-        write_corpus(plan, partial(load_tokenizer, data.tokenizer, data.pattern), folder / "corpus")
+        write_corpus(plan, partial(load_tokenizer, data.tokenizer), folder / "corpus")
         corpus = Corpus(folder / "corpus")
         assert stored_examples(corpus) == direct_examples(source, data, TALKS[:-3], folder), number
         assert corpus.count("validation", LENGTH) >= 1, number
     one = write_lines(tmp_path / "one.jsonl", TALKS[:1])
-    write_corpus(
-        choose_split(planned(one, data)), partial(load_tokenizer, data.tokenizer, data.pattern), tmp_path / "one"
-    )
+    write_corpus(choose_split(planned(one, data)), partial(load_tokenizer, data.tokenizer), tmp_path / "one")
     assert Corpus(tmp_path / "one").tokens("validation") == 0  # nothing would be left to train on
 
 
@@ -333,8 +329,6 @@ def test_calls_are_the_same_from_lines_tables_and_json_text(tmp_path: Path) -> N
     table = pyarrow.Table.from_pylist(rows)
     (tmp_path / "set").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "set/talks.parquet")
-    with pyarrow.ipc.new_stream(tmp_path / "talks.arrow", table.schema) as stream:
-        stream.write_table(table)
     for name, lines in (("talks", rows), ("text", [calling(number, as_text=True) for number in range(6)])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = {}
@@ -342,7 +336,6 @@ def test_calls_are_the_same_from_lines_tables_and_json_text(tmp_path: Path) -> N
         ("jsonl", "talks.jsonl"),
         ("jsonl", "text.jsonl"),
         ("parquet", "set/talks.parquet"),
-        ("arrow", "talks.arrow"),
         ("hub", "set"),
     ):
         source = Source(kind=kind, path=str(tmp_path / path), messages_key="messages")
@@ -354,39 +347,3 @@ def test_calls_are_the_same_from_lines_tables_and_json_text(tmp_path: Path) -> N
         ), path
     assert len(found["talks.jsonl"]) == 6
     assert all(examples == found["talks.jsonl"] for examples in found.values())
-
-
-def test_a_run_goes_on_with_calls_as_an_earlier_version_wrote_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A new run does not. A corpus without calls is the same, and so is the key where the template writes none.
-
-    Earlier versions still took another begin for this tokenizer: this corpus is of the one before today's.
-    """
-    caplog.set_level("INFO")
-    for name, family, rows, is_same_key in (
-        ("calls", CALLS, [calling(number, as_text=True) for number in range(4)], False),
-        ("no calls", CALLS, [{"messages": messages} for messages in TALKS], False),
-        ("no tools", QWEN3, [{"messages": messages} for messages in TALKS], True),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        data = settings(folder, family, cache=str(folder / "cache"))
-        content = json.loads(Path(data.tokenizer).read_text())
-        Path(data.tokenizer).write_text(json.dumps(content | {"post_processor": None}))
-        (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = Source(kind="jsonl", path=str(folder / "talks.jsonl"), messages_key="messages")
-        data = replace(data, sources=(source,))
-        earlier = replace(planned(source, data), reads_calls=False)
-        assert (earlier.key == planned(source, data).key) == is_same_key, name
-        recorded = write_corpus(
-            earlier, partial(load_tokenizer, data.tokenizer, data.pattern), cached_folder(data, earlier)
-        )
-        tokenizer = load_tokenizer(data.tokenizer)
-        reads = ReaderSettings(data, tokenizer.vocab, tokenizer, Finetune(), LENGTH)
-        today = Corpus(Path(reader_of("jsonl").prepare(source, reads)))
-        assert (today.fingerprint == recorded.fingerprint) == (name != "calls"), name
-        caplog.clear()
-        resumed = Corpus(Path(reader_of("jsonl").prepare(source, reads, recorded.fingerprint)))
-        assert resumed.fingerprint == recorded.fingerprint, name
-        assert ("the run goes on with the files and tokens that its corpus" in caplog.text) == (name == "calls"), name

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.test_tokenizer import CL100K, LLAMA3, some_ranks
+from recipes.tokenizer import SPLIT
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.tools.prepare.pieces import CONTEXT, NoPlaceToCut, cut_pieces, cut_places
 
@@ -20,10 +20,6 @@ RARE_BLANKS = ["\x85", "\xa0", "\u1680", "\u180e", "\u2003", "\u200b", "\u2028",
 SIGNS = [".", "...", "!?", "、", "。", "，", "/", "_", "🙂", "👩\u200d👧", "<|end_of_text|>", "\u0301", "\u0e31", "-\n"]
 FRAGMENTS = st.lists(st.sampled_from(WORDS + NUMBERS + BLANKS + RARE_BLANKS + SIGNS), max_size=30).map("".join)
 TEXTS = FRAGMENTS | st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
-
-
-OTHERS = ["cl100k", "gpt2", "o200k"]
-"""tokenizers of the night"""
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -64,19 +60,10 @@ def sentence_piece(folder: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["llama3", "gpt2.json", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)],
-)
+@pytest.fixture(scope="module", params=["llama3", "gpt2"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "gpt2.json":
-        return load_tokenizer(byte_level(folder, GPT2_PATTERN))
-    if request.param == "llama3":
-        return load_tokenizer(LLAMA3, "llama3")
-    if request.param == "cl100k":
-        return load_tokenizer(CL100K, "cl100k")
-    return load_tokenizer(str(some_ranks(folder, 50_000)), request.param)
+    pattern = SPLIT if request.param == "llama3" else GPT2_PATTERN
+    return load_tokenizer(byte_level(tmp_path_factory.mktemp(request.param), pattern))
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)

@@ -11,8 +11,6 @@ from recipes.tokenizer import TokenizerConfig
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.tools.front.resolve import load_sizes
-from torchllm.tools.pipeline.pipeline import planned_seconds
-from torchllm.tools.pipeline.stages import PipelineFile, PipelineStage, Planned
 from torchllm.tools.proof.recipe import MODULE, schema_of_fork
 
 ROOT = Path(__file__).parents[3]
@@ -69,12 +67,6 @@ def test_plan_explain_reads_the_sections_of_a_fork(
     monkeypatch.setenv("RECIPE", str(fork))
     plan.main(arguments)
     assert capsys.readouterr().out.startswith("my on 2 x H100")
-
-
-def test_the_plan_of_a_pipeline_reads_the_sections_of_a_stage_s_fork(fork: Path) -> None:
-    stage = PipelineStage(name="train", run=f"RECIPE={fork} torchllm train my.toml --cluster.name=dgx_h100")
-    planned = Planned(stage, Path(), "", {}, None)
-    assert planned_seconds(PipelineFile(gpus=2), planned) is not None
 
 
 def test_a_fork_without_a_config_has_the_library_s(fork: Path, monkeypatch: pytest.MonkeyPatch) -> None:

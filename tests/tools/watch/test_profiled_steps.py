@@ -11,21 +11,9 @@ from tests.tools.watch.test_notices import log_lines
 from tests.workers import run
 from torchllm.facts.flops import flops_per_token
 from torchllm.parallel.mesh import build_mesh
-from torchllm.tools.watch.profiled_steps import SLOW_NODES, ProfiledSteps
+from torchllm.tools.watch.profiled_steps import ProfiledSteps
 from torchllm.tools.watch.slow_rank import SlowRank
 from torchllm.tools.watch.step_profiler import ProfiledStep
-
-
-def _slow_nodes(folder: Path) -> str:
-    profiled = ProfiledSteps()
-    monitor_of(folder, tiny({}), [profiled])
-    for step, host in enumerate(("node-7", "node-7", "node-3"), 1):
-        profiled.report(ProfiledStep(step, {"forward": 1.0}, SlowRank(step, host, "forward", 1.0, 0.5)))
-    return (folder / SLOW_NODES).read_text()
-
-
-def test_the_nodes_of_slow_ranks_are_written_for_slurm(tmp_path: Path) -> None:
-    assert run(_slow_nodes, 1, tmp_path) == ["node-7,node-3"]
 
 
 def _report_two_steps(folder: Path) -> tuple[list[Any], list[str], float]:

@@ -132,8 +132,6 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
             yield config_error(f"{key}.path", f"a source of kind {source.kind!r} needs a path")
         if is_url(source.path) and (problem := _url_problem(source)):
             yield config_error(f"{key}.path", f"{source.path!r} {problem}")
-        if source.kind == "csv" and not re.fullmatch(r'[^"\r\n]?', source.delimiter):
-            yield config_error(f"{key}.delimiter", "of csv must be one character, no quote or line end")
         if source.max_epochs and key.startswith("data.validation"):
             yield config_error(f"{key}.max_epochs", "limits training, and this source is evaluated on: leave it out")
         if source.messages_key and not config.data.document_mask:

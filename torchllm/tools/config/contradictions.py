@@ -72,7 +72,7 @@ def report_contradictions(draft: Draft[Any], found: Sequence[IdleKey]) -> None:
     """Report keys that their own source made idle; note, on one line, keys that another source made idle.
 
     found: the `contradictions` of the config. Skips keys of a resolved file unless the command line made them idle.
-    Skips sections with a wrong value, since its default stands in for it: `kind = "csv"` says nothing about the other
+    Skips sections with a wrong value, since its default stands in for it: `kind = "hub"` says nothing about the other
     keys of a source.
     """
     idle: list[IdleKey] = []

@@ -27,8 +27,6 @@ class Ranks(NamedTuple):
     """this process is one of them"""
     most_nodes: int | None = None
     """--check tries every number of nodes from `nodes` to this one; None: the number is fixed"""
-    spare: str = ""
-    """why some nodes of the job wait: it has more than `nodes`, and no larger number fits the layout"""
 
 
 def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:

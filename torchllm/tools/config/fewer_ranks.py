@@ -1,4 +1,4 @@
-"""Start fewer processes per node, or fewer nodes, than asked for where their number does not fit the layout.
+"""Start fewer processes per node than asked for where their number does not fit the layout; try numbers of nodes.
 
 Only --check and the dry run decide this, and only if a degree is -1.
 """
@@ -28,30 +28,6 @@ def print_node_counts(draft: Draft[Any], fewest: int, most: int, per_node: int) 
             verdict = describe_batch(draft.config.training, parallel)
         print(f"{nodes} {'node' if nodes == 1 else 'nodes'} x {world // nodes} processes: {verdict}")
     return allowed > 0
-
-
-def spare_nodes(draft: Draft[Any]) -> None:
-    """Lower the number of nodes to the largest that fits the layout; the last nodes wait.
-
-    A scheduler that was asked for 2 to 4 nodes may have given 3. Only --check decides this, for run_train.sh.
-    """
-    ranks = draft.ranks
-    if ranks is None or ranks.per_node is None or draft.config.run.dry_run:
-        return
-    if _fitting_processes(draft, ranks.nodes) is not None:
-        return
-    for nodes in range(ranks.nodes - 1, 0, -1):
-        if _fitting_processes(draft, nodes) is not None:
-            waiting = ranks.nodes - nodes
-            why = f"{ranks.nodes} nodes {_unmet_need(draft, ranks)}: {nodes} of them train, {waiting} "
-            why += "waits" if waiting == 1 else "wait"
-            for more in range(ranks.nodes + 1, 2 * ranks.nodes + 1):
-                if _fitting_processes(draft, more) == ranks.per_node:
-                    why += f"; all would train with {more} nodes"
-                    break
-            draft.notes.append(why)
-            draft.ranks = Ranks(world=nodes * ranks.per_node, nodes=nodes, per_node=ranks.per_node, spare=why)
-            return
 
 
 def ranks_to_start(draft: Draft[Any]) -> int | None:

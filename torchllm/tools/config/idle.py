@@ -215,11 +215,6 @@ def _profiles_a_step(config: Config) -> bool:
     return first is None or int(first[0]) <= config.training.steps or config.finetune.epochs > 0
 
 
-def _has_rank_file(config: Config) -> bool:
-    """Whether the tokenizer is a tiktoken rank file: neither bytes nor Hugging Face's tokenizer.json."""
-    return config.data.tokenizer != "bytes" and not config.data.tokenizer.endswith(".json")
-
-
 def _sends_whole_hidden_states(config: Config) -> bool:
     """Whether the hidden states that a pipeline stage sends are replicated over tp."""
     parallel = config.parallel
@@ -249,7 +244,6 @@ IN_OTHER_WORDS: dict[str, IsMet] = {
     "a longer training.sequence_length or model.max_sequence_length": lambda config: (
         config.longest_text > config.model.window
     ),
-    "a tiktoken rank file as data.tokenizer": _has_rank_file,
     'a source of kind "nanogpt"': _reads("nanogpt"),
     'a source of kind "nanogpt", "llmc" or "mds"': _reads("nanogpt", "llmc", "mds"),
     "a source of raw text": _reads(*RAW_KINDS),

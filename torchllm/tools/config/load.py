@@ -36,9 +36,8 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     parallel.layout is "manual".
 
     --check prints the settings of run_train.sh, as lines NPROC=, RUN_FOLDER=, SAMPLE=, START_TIMEOUT= and optionally
-    RESTARTS=, STOPPED_EXIT_STATUS=, ON_EVENT=, DRY_RUN= and, if some nodes wait, TRAINING_NODES= and WAIT_REASON=. It
-    ends with SystemExit(0), as --help does. Without --check the process must be a rank, except for a dry run: more than
-    one rank needs WORLD_SIZE in the environment.
+    RESTARTS=, STOPPED_EXIT_STATUS=, ON_EVENT= and DRY_RUN=. It ends with SystemExit(0), as --help does. Without --check
+    the process must be a rank, except for a dry run: more than one rank needs WORLD_SIZE in the environment.
     SystemExit(2) after the lines on stderr if there are errors. TypeError if `schema` has a field no TOML can fill.
     """
     draft: Draft[Any] = read_draft(arguments, schema, one_device=one_device)

@@ -43,6 +43,10 @@ def config_error(key: str, message: str) -> ConfigError:
     return ConfigError(tuple(key.split(".")), message)
 
 
+GONE = {("data", "pattern")}
+"""keys that config.toml of earlier runs has; they have no effect"""
+
+
 def key_of_kind(config: Config, path: str, name: str) -> str:
     """Return the key that decides a setting of a kind's blocks: its own, or that of [model]. path: of `of_kinds`."""
     is_own = path != "model" and name in config.model.kinds.get(path.rpartition(".")[2], {})
@@ -72,7 +76,8 @@ class _TableReader:
         for key, value in table.items():
             key_path = (*path, key)
             if key not in types:
-                self.report_unknown(kind, key_path, value)
+                if key_path not in GONE:
+                    self.report_unknown(kind, key_path, value)
                 continue
             result = self.read_value(types[key], value, key_path)
             if result is not _WRONG:

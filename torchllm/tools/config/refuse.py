@@ -63,9 +63,8 @@ def finish(draft: Draft[C], alternatives: Sequence[C] = ()) -> C:
         _try_node_counts(draft, draft.ranks, draft.ranks.most_nodes)
     world = None if draft.ranks is None else draft.ranks.world
     if draft.may_start_fewer_ranks and layout_problems(draft.config, world):
-        from torchllm.tools.config.fewer_ranks import ranks_to_start, spare_nodes  # of no use where all fit
+        from torchllm.tools.config.fewer_ranks import ranks_to_start  # of no use where all fit
 
-        spare_nodes(draft)
         world = ranks_to_start(draft)
     _check_values(draft, world)
     _name_folder(draft)
@@ -167,7 +166,7 @@ def _name_folder(draft: Draft[C]) -> None:
     elif not run.folder and draft.ranks is not None:
         draft.config = replace(draft.config, run=replace(run, folder=_new_folder(draft.arguments.file)))
         is_rank_of_several = draft.ranks.are_started and draft.ranks.world != 1 and not draft.arguments.check
-        has_nodes = draft.ranks.nodes > 1 or draft.ranks.spare != "" or PER_RANK in os.environ
+        has_nodes = draft.ranks.nodes > 1 or PER_RANK in os.environ
         is_shared = has_nodes or is_rank_of_several
         if is_shared and not run.dry_run and not job_id():  # each process would make up another name
             draft.report(path, "set it: there is no job id to name the folder after on all ranks")
@@ -196,9 +195,6 @@ def _print_check(config: Config, ranks: Ranks) -> None:
     print(f"RUN_FOLDER={config.run.folder}")
     print(f"SAMPLE={int(config.generate.after_training)}")
     print(f"START_TIMEOUT={config.run.start_timeout:g}")
-    if ranks.spare:
-        print(f"TRAINING_NODES={ranks.nodes}")
-        print(f"WAIT_REASON={ranks.spare}")
     restarts = default_restarts() if config.run.restarts < 0 else config.run.restarts
     if restarts:
         print(f"RESTARTS={restarts}")

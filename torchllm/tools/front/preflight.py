@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -407,7 +407,7 @@ class _DataInspector:
         if not list(self._sources_of_text()):
             return None
         try:
-            return load_tokenizer(self.data.tokenizer, self.data.pattern)
+            return load_tokenizer(self.data.tokenizer)
         except UserError as error:
             self.inspection.report("data.tokenizer", str(error).removeprefix("data.tokenizer: "))
         except Exception as error:  # of a library, or in another file of the tokenizer's folder
@@ -469,15 +469,8 @@ class _DataInspector:
         self._inspect_cache_folder()
         if tokenizer is not None and (source.kind != "nanogpt" or self.data.dtype):  # else the config is refused
             reader, settings = reader_of(source.kind), self._reader_settings(tokenizer)
-            folder = reader.prepare(source, settings, self._recorded(key))
+            folder = reader.prepare(source, settings)
             self._count_sequences(key, reader.open(source, folder, settings))
-
-    def _recorded(self, key: str) -> str:
-        """Return the fingerprint of a source in the checkpoint that the run goes on from; "" if there is none."""
-        from torchllm.data.readers import recorded_sources
-
-        keys = [f"data.sources.{index}" for index in range(len(self.data.sources))]
-        return dict(zip(keys, recorded_sources(self.config), strict=False)).get(key, "")
 
     def _reader_settings(self, tokenizer: "Tokenizer") -> "ReaderSettings":
         from torchllm.data.readers import ReaderSettings
@@ -513,37 +506,26 @@ class _DataInspector:
     def _inspect_raw_source(self, key: str, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the files of a source that is tokenized when the run starts, or at its shards if it has been."""
         from torchllm.data.readers import open_corpus
-        from torchllm.tools.prepare.cache import cached_folder, find_cached, is_cached, plan_corpus, refuse_large_source
+        from torchllm.tools.prepare.cache import cached_folder, find_cached, plan_corpus, refuse_large_source
         from torchllm.tools.prepare.chosen_files import source_files
-        from torchllm.tools.prepare.plan import Rules
 
         if source.kind == "hub":
             self.held_out = None
             self.inspection.unchecked.append(f"{key} ({source.path}): the hub needs the network")
             return
-        recorded = self._recorded(key)
         if tokenizer is None:
             self.held_out = None
-            if not recorded:
-                source_files(source)
+            source_files(source)
             return
         settings = self._reader_settings(tokenizer)
-        for rules in Rules if recorded else (Rules.NOW,):
-            with suppress(DataError) if recorded else nullcontext():  # the start compares the run's corpus
-                plan = plan_corpus(source, settings, rules=rules)
-                cached = find_cached(self.data, plan) if rules > Rules.ALL_FILES else plan
-                if cached and is_cached(folder := cached_folder(self.data, cached)):
-                    with suppress(DataError):  # a damaged corpus in the cache is made again
-                        corpus = open_corpus(str(folder), settings)
-                        if recorded in ("", corpus.fingerprint):
-                            self._count_sequences(key, corpus)
-                            return
+        plan = plan_corpus(source, settings)
+        if cached := find_cached(self.data, plan):
+            with suppress(DataError):  # a damaged corpus in the cache is made again
+                self._count_sequences(key, open_corpus(str(cached_folder(self.data, cached)), settings))
+                return
         self._inspect_cache_folder()
-        if recorded:
-            self.held_out = None
-        else:
-            refuse_large_source(plan, self.data)
-            self._look_at_text(key, plan)
+        refuse_large_source(plan, self.data)
+        self._look_at_text(key, plan)
         if source.kind != "stdlib":
             self.inspection.unchecked.append(f"{key} ({source.path}): its text is read when the run starts")
 

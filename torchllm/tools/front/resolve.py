@@ -88,7 +88,6 @@ def _notes_before_start(draft: Draft[Any], is_finetuning: bool, reads_sources: b
         yield from _longer_sequences(draft)
         yield from _single_chunk(draft)
     yield from _keys_of_other_recipes(draft, is_finetuning)
-    yield from _unprinted_sample(draft)
     if reads_sources:
         yield from _data_of_a_plan(draft)
     yield from _unused_amd_driver(draft)
@@ -120,13 +119,6 @@ def _keys_of_other_recipes(draft: Draft[Any], is_finetuning: bool) -> Iterator[s
     found = [idle_key for idle_key in idle if draft.is_asked_about(tuple(idle_key.key.split(".")))]
     if found and not draft.config.run.dry_run:
         yield describe_idle_keys(found, lambda key: draft.place(tuple(key.split("."))))
-
-
-def _unprinted_sample(draft: Draft[Any]) -> Iterator[str]:
-    """Note that a process which run_train.sh has not started prints no sample, if its command line asks for one."""
-    path = ("generate", "after_training")
-    if draft.config.generate.after_training and draft.is_overridden(path) and not draft.arguments.check:
-        yield draft.located(path, "does nothing in this run: it is run_train.sh that prints the sample")
 
 
 def _data_of_a_plan(draft: Draft[Any]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.device import choose_device, compute_dtype
 from torchllm.tools.config.checks import sampling_problems
-from torchllm.tools.continue_texts import begin_of_text, continue_texts
+from torchllm.tools.continue_texts import continue_texts
 from torchllm.tools.front.resolve import load_model
 from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.hub.text_facts import published_ends
@@ -130,7 +130,7 @@ class LanguageModel:
     @cached_property
     def begin(self) -> list[int]:
         """The ids before each text."""
-        return begin_of_text(self.tokenizer, {} if self.manifest is None else self.manifest.data)
+        return list(self.tokenizer.begins)
 
     @cached_property
     def _ends(self) -> set[int]:
@@ -234,4 +234,4 @@ def language_model(config: Config) -> LanguageModel:
         source = initial_weights(config)
         assert source is not None  # model.from_hf is set
         source.load([model], None)
-    return LanguageModel(config, model, load_tokenizer(config.data.tokenizer, config.data.pattern), manifest)
+    return LanguageModel(config, model, load_tokenizer(config.data.tokenizer), manifest)

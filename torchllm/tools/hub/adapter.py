@@ -17,7 +17,6 @@ from torchllm.checkpoint.initial import check_same_source
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, step_folder
 from torchllm.checkpoint.state import parts_of
 from torchllm.config import Config, Model
-from torchllm.facts.flops import trained_parameter_count
 from torchllm.facts.parameters import is_low_rank_factor
 from torchllm.facts.shapes import parameter_shapes
 from torchllm.models.lora import merge_update
@@ -155,15 +154,6 @@ def write_adapter(
         tensors.append(StoredTensor(f"{PEFT_PREFIX}{matrix}.{letter}.weight", tuple(factor.shape), False, (part,)))
     write_safetensors(folder / ADAPTER_WEIGHTS, tensors, lambda tensor: updates[tensor.parts[0].name], dtype)
     write_json(folder / ADAPTER_CONFIG, adapter_config(config, base))
-
-
-def card_rows(config: Config) -> list[tuple[str, str]]:
-    """Return the row of a model card about a run's low-rank updates; none without them."""
-    if not config.trained.only_updates:
-        return []
-    lora = config.lora
-    updates = f"{trained_parameter_count(config.model, config.trained):,} parameters trained"
-    return [("LoRA", f"{updates}, rank {lora.rank}, alpha {lora.alpha}, {', '.join(lora.targets)}")]
 
 
 def adapter_config(config: Config, base: str) -> dict[str, Any]:

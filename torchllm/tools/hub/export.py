@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +14,13 @@ from torchllm.checkpoint.state import WEIGHTS
 from torchllm.config import Config
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.tools.config.compare import check_frozen_weights
-from torchllm.tools.hub.adapter import ADAPTER_KIND, card_rows, model_weights, read_updates, write_adapter
+from torchllm.tools.hub.adapter import ADAPTER_KIND, model_weights, read_updates, write_adapter
 from torchllm.tools.hub.by_key import WeightReader, read_mean
 from torchllm.tools.hub.config_json import family_to_export
 from torchllm.tools.hub.exported import (
     checkpoints_to_export,
     has_its_tokenizer,
     published_origin,
-    tokens_seen,
     without_padding,
 )
 from torchllm.tools.hub.families.family import HubFamily
@@ -36,7 +34,7 @@ from torchllm.tools.hub.hf_writer import (
 from torchllm.tools.hub.model_card import CardFacts, write_model_card
 from torchllm.tools.hub.text_facts import TextFacts, text_facts
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
-from torchllm.tools.prepare.tokenizer_json import InexactTokenizer, write_tokenizer
+from torchllm.tools.prepare.tokenizer_json import write_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     checkpoints = open_checkpoints(config, ema)
     manifest = checkpoints[0].manifest
     origin = published_origin(manifest.record)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     trained = replace(config.model, max_sequence_length=config.longest_text)
     model = without_padding(trained, tokenizer.vocab, origin)
     family = family_to_export(model, origin.model_type)
@@ -74,9 +72,8 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
         write_weights(folder, tensors, partial(read_mean, weights), dtype)
         texts, missing_tokenizer = export_texts(config, manifest, tokenizer, family, folder)
         write_configs(folder, model, family, settings.dtype, texts)
-        facts = facts_of_run(config, checkpoints)._replace(
-            model=model, name=path.name, base_model=origin.name, missing_tokenizer=missing_tokenizer
-        )
+        steps = [checkpoint.manifest.step for checkpoint in checkpoints]
+        facts = CardFacts(steps, path.name, origin.name, missing_tokenizer)
         write_model_card(folder, facts)
     return ExportedModel(path, family.architecture, facts)
 
@@ -98,7 +95,7 @@ def export_adapter(config: Config, final: Path | str, *, ema: bool = False) -> E
         )
     updates = read_updates(checkpoint)
     family = family_to_export(config.model, origin.model_type)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     dtype = getattr(torch, config.export.dtype)
     path = Path(final)
     base = config.model.from_hf
@@ -107,9 +104,7 @@ def export_adapter(config: Config, final: Path | str, *, ema: bool = False) -> E
         texts, missing_tokenizer = export_texts(config, manifest, tokenizer, family, folder)
         if texts is not None:
             write_generation_config(folder, texts)
-        facts = facts_of_run(config, [checkpoint])._replace(
-            name=path.name, base_model=base, missing_tokenizer=missing_tokenizer, kind=ADAPTER_KIND, is_adapter=True
-        )
+        facts = CardFacts([manifest.step], path.name, base, missing_tokenizer, ADAPTER_KIND, is_adapter=True)
         write_model_card(folder, facts)
     return ExportedModel(path, family.architecture, facts)
 
@@ -118,20 +113,6 @@ def open_checkpoints(config: Config, ema: bool) -> list[WeightReader]:
     """Return the checkpoints that are exported, the newest first. Raises what `export_model` does."""
     prefix = AVERAGED_WEIGHTS if ema else WEIGHTS
     return [WeightReader(folder, prefix) for folder in checkpoints_to_export(config)]
-
-
-def facts_of_run(config: Config, checkpoints: Sequence[WeightReader]) -> CardFacts:
-    """Return the facts of a run for its model card; those of the export are to be filled in."""
-    newest = checkpoints[0].manifest
-    return CardFacts(
-        model=config.model,
-        trained=config.trained,
-        updates=card_rows(config),
-        dtype=config.export.dtype,
-        steps=[checkpoint.manifest.step for checkpoint in checkpoints],
-        tokens=tokens_seen(newest),
-        versions=newest.versions,
-    )
 
 
 class ExportedTexts(NamedTuple):
@@ -158,10 +139,7 @@ def export_texts(
             "it is not the tokenizer of this model; name that in data.tokenizer, or put its files into the folder",
         )
     facts = text_facts(config, manifest, tokenizer)
-    try:
-        write_tokenizer(tokenizer, folder, config.longest_text, facts.chat)
-    except InexactTokenizer as error:
-        return ExportedTexts(None, f"no tokenizer.json gives the ids of {tokenizer.name}: {error}")
+    write_tokenizer(tokenizer, folder, config.longest_text, facts.chat)
     pattern = family.tokenizer_pattern
     if pattern and json.dumps(pattern) not in (folder / "tokenizer.json").read_text("utf-8"):
         log.warning(

@@ -8,7 +8,6 @@ from typing import Any
 
 from torchllm.checkpoint.manifest import (
     CheckpointError,
-    Manifest,
     read_manifest,
     read_suspects,
     step_folders,
@@ -94,14 +93,3 @@ def without_padding(model: Model, tokenizer_vocab: int, origin: PublishedOrigin)
     if has_its_tokenizer(model, tokenizer_vocab):
         return replace(model, vocab=tokenizer_vocab)
     return model
-
-
-def tokens_seen(manifest: Manifest) -> int | None:
-    """Return the training tokens behind a checkpoint, None if its record does not say."""
-    sequences = manifest.data.get("sequences")
-    training = manifest.record.get("config", {}).get("training", {})
-    if isinstance(tokens := manifest.data.get("tokens"), int):  # sequences have several lengths
-        return tokens
-    if isinstance(sequences, int) and "sequence_length" in training:
-        return sequences * int(training["sequence_length"])
-    return None

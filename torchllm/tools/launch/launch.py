@@ -32,7 +32,6 @@ from torchllm.tools.launch.process_tree import end_with_parent, tie_children
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
 from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
 from torchllm.tools.launch.restarts import AttemptOver, JobOver, JobStopped, PartEnding, Restarts
-from torchllm.tools.launch.spare_node import ASKED
 from torchllm.tools.launch.start_lines import say_that_nodes_have_joined, say_what_is_started
 from torchllm.tools.launch.take_lease import own_for_ranks
 
@@ -41,6 +40,8 @@ if TYPE_CHECKING:  # it imports torch
 
 REFUSED = 2
 """exit status of a rank that refuses to start, and of its job"""
+ASKED = 3
+"""exit status of a job that was asked to stop while its nodes waited for each other"""
 START_TIMEOUT = 900.0
 """seconds that nodes wait for each other where run.start_timeout is unknown"""
 

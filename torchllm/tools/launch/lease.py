@@ -170,17 +170,6 @@ def has_ended(owner: Owner | None) -> bool:
     return owner is not None and (owner.count in (RELEASED, DONE) or is_gone(owner))
 
 
-def newest_owner(run_folder: Path) -> Owner | None:
-    """Return the last owner of a run folder, as its file says now; None if there is none. Raises OSError."""
-    lease_folder = run_folder / FOLDER
-    try:
-        number = newest_number(lease_folder)
-        content = read_if_there(numbered_file(lease_folder, number)) if number else None
-    except FileNotFoundError:
-        return None
-    return parse_owner(content)
-
-
 def parse_owner(content: bytes | None) -> Owner | None:
     """Return the owner that a file names; None if the file is damaged or not written yet."""
     try:

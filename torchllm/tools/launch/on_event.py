@@ -3,8 +3,7 @@
     COMMAND EVENT RUN_FOLDER
 
 EVENT is hang (ranks waited too long for another), restart (the job is started again after a failure), nan (a step was
-not finite; once per start, not for each step), imbalance (experts have had no tokens, or far too many, for some logged
-steps; once until it ends) or end (of the job, however it ends).
+not finite; once per start, not for each step), or end (of the job, however it ends).
 
 The command neither stops the run nor delays it: its exit status is ignored, it runs in a new session,
 and after `LIMIT` it is ended. Its output goes to `OUTPUT` in the run folder.
@@ -25,7 +24,7 @@ from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger("torchllm")
 
-RunEvent = Literal["hang", "restart", "nan", "imbalance", "end"]
+RunEvent = Literal["hang", "restart", "nan", "end"]
 LIMIT = 60
 """seconds that the command may take"""
 LAST_WAIT = 10.0

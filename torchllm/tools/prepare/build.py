@@ -63,21 +63,20 @@ _WAITING_PER_PROCESS = 4
 
 
 def write_corpus(
-    plan: CorpusPlan, load: LoadTokenizer, folder: Path, processes: int = 1, max_bad_share: float | None = 0.01
+    plan: CorpusPlan, load: LoadTokenizer, folder: Path, processes: int = 1, max_bad_share: float = 0.01
 ) -> CorpusHeader:
     """Write the corpus of a plan's source into `folder` and return its header.
 
-    max_bad_share: as data.max_bad_share; None: whatever is left out, or unknown to the tokenizer, is no error.
+    max_bad_share: as data.max_bad_share.
 
     Raises DataError if the source cannot be read, the folder cannot be written or, naming the first bad record, if
     plan.on_bad_record is "error"; and if too many of a file are left out, or no document is found.
     """
     # No user can fix the standard library.
-    most = 1.0 if max_bad_share is None or plan.source.kind == "stdlib" else max_bad_share
+    most = 1.0 if plan.source.kind == "stdlib" else max_bad_share
     try:
         header = _write_shards(plan, load, folder, processes, BadShare(most))
-        if max_bad_share is not None:
-            refuse_unknown(plan.source.path or plan.source.kind, load(), header.counts, header.tokens)
+        refuse_unknown(plan.source.path or plan.source.kind, load(), header.counts, header.tokens)
         write_header(folder, header)
         warn_of_changes(plan, folder)
         return header

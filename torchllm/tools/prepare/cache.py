@@ -5,7 +5,6 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,40 +14,34 @@ from torchllm.config import Data, Source
 from torchllm.config.files import cache_root
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus
-from torchllm.data.corpus_header import HEADER, read_description
+from torchllm.data.corpus_header import HEADER
 from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings, verified_records
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.chosen_files import choose_files
-from torchllm.tools.prepare.plan import CorpusPlan, Rules, may_write_calls
+from torchllm.tools.prepare.plan import CorpusPlan, may_write_calls
 from torchllm.tools.prepare.source_files import changes_of, content_of
 
 log = logging.getLogger(__name__)
 
 
 def plan_corpus(
-    source: Source,
-    settings: ReaderSettings,
-    shard_mib: float = 0.0,
-    pins: Path | None = None,
-    rules: Rules = Rules.NOW,
+    source: Source, settings: ReaderSettings, shard_mib: float = 0.0, pins: Path | None = None
 ) -> CorpusPlan:
     """Return the plan of the corpus of a raw source; `shard_mib` as in `shard_size_mib`.
 
-    pins: folder that remembers the commits of data sets of the hub; None: in the cache. rules: of the version that made
-    the corpus, by which files, begins of documents and chat template may be others.
+    pins: folder that remembers the commits of data sets of the hub; None: in the cache.
 
     Bad records of Python's standard library are always skipped, because no user can fix them. Raises DataError if the
     source has no file or cannot be found, or model.vocab is too small for the tokenizer's special tokens.
     """
     data, vocab, tokenizer, finetune, sequence_length = settings
     assert tokenizer is not None
-    if max(*tokenizer.begins[tokenizer.fingerprint], tokenizer.end, 0) >= vocab:
+    if max(*tokenizer.begins, tokenizer.end, 0) >= vocab:
         raise DataError(
             f"model.vocab = {vocab} has no room for the special tokens of data.tokenizer {tokenizer.name!r}: "
             f"set it to {tokenizer.vocab} or more"
         )
-    is_first = rules is Rules.FIRST
     fim = chat = None
     if data.fim_rate and source in data.sources:  # data.validation stays whole
         from torchllm.tools.prepare.fill_in_the_middle import plan_fim  # most text has none
@@ -59,55 +52,36 @@ def plan_corpus(
             raise DataError(f"data.sources: {source.path!r} holds conversations: train on them by recipes/finetune.py")
         from torchllm.tools.prepare.chat.plan import plan_chat  # with packages for templates
 
-        chat = plan_chat(data.tokenizer, finetune, sequence_length, is_first)
+        chat = plan_chat(data.tokenizer, finetune, sequence_length)
     revision = ""
     if source.kind == "hub":
         from torchllm.tools.prepare.hub_rows import hub_folder_version, pin_hub_source
 
         source = pin_hub_source(source, pins or cache_root(data) / "revisions")
         revision = hub_folder_version(source)
-    if is_first:
-        from torchllm.tools.prepare.earlier_files import earlier_files  # of runs of early versions
-
-        files = earlier_files(source)
-    else:
-        files = choose_files(source, reads_all=rules is Rules.ALL_FILES)
-    last_begin, named_begin = tokenizer.earlier_fingerprints
-    by_rules = {Rules.NOW: tokenizer.fingerprint, Rules.FIRST: named_begin}
+    files = choose_files(source)
     return CorpusPlan(
         source=replace(source, weight=1.0, max_epochs=0.0),
         files=[*files.train, *files.held_out],
         held_out=len(files.held_out),
         revision=revision,
-        tokenizer=by_rules.get(rules, last_begin),
+        tokenizer=tokenizer.fingerprint,
         vocab=min(vocab, tokenizer.vocab),
         validation_fraction=data.validation_fraction,
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
         shard_mib=shard_mib,
         chat=chat,
         fim=fim,
-        reads_calls=rules > Rules.ALL_FILES and chat is not None and may_write_calls(chat.template),
+        reads_calls=chat is not None and may_write_calls(chat.template),
     )
 
 
 def cached_folder(data: Data, plan: CorpusPlan) -> Path:
-    """Return the cache folder of the corpus of a plan; it depends on the absolute paths of the files.
-
-    Earlier versions took the paths as the config had them: their caches are found, too. Raises DataError if a
-    folder may not be read.
-    """
-    spellings = (_spelled(plan, os.path.abspath), plan, _spelled(plan, os.path.relpath))
-    folders = (cache_root(data) / f"{spelling.source.kind}-{spelling.key}" for spelling in spellings)
-    first = next(folders)
-    return next((folder for folder in (first, *folders) if is_cached(folder)), first)
-
-
-def _spelled(plan: CorpusPlan, spell: Callable[[str], str]) -> CorpusPlan:
-    """Return a plan with all paths written in another way; a data set of the hub and Python's library have none."""
-    if not plan.source.path or plan.source.kind == "hub":
-        return plan
-    files = [file._replace(path=spell(file.path)) for file in plan.files]
-    return replace(plan, source=replace(plan.source, path=spell(plan.source.path)), files=files)
+    """Return the cache folder of the corpus of a plan; it depends on the absolute paths of the files."""
+    if plan.source.path and plan.source.kind != "hub":
+        files = [file._replace(path=os.path.abspath(file.path)) for file in plan.files]
+        plan = replace(plan, source=replace(plan.source, path=os.path.abspath(plan.source.path)), files=files)
+    return cache_root(data) / f"{plan.source.kind}-{plan.key}"
 
 
 def is_cached(folder: Path) -> bool:
@@ -142,27 +116,20 @@ def refuse_large_source(plan: CorpusPlan, data: Data) -> None:
 def find_cached(data: Data, plan: CorpusPlan) -> CorpusPlan | None:
     """Return a plan with the split of its corpus in the cache: by the text of documents, or the last tokens.
 
-    None if there is no corpus of it, or one with nothing held out, as earlier versions made it of few documents. Raises
-    DataError if the cache cannot be read.
+    None if there is no corpus of it. Raises DataError if the cache cannot be read.
     """
-    for candidate in (replace(plan, last_tokens=True), plan):
-        folder = cached_folder(data, candidate)
-        if is_cached(folder):
-            with suppress(DataError):  # a damaged one is made again
-                if read_description(folder).columns["validation"].tokens.any() or not plan.validation_fraction:
-                    return candidate
-    return None
+    candidates = (replace(plan, last_tokens=True), plan)
+    return next((candidate for candidate in candidates if is_cached(cached_folder(data, candidate))), None)
 
 
-def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Path:
+def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
     """Return the folder with the corpus of a raw source, after tokenizing the source if it is not cached or damaged.
 
-    rules: by the first, too many bad records or unknown tokens are no error; today the last tokens of few documents are
-    held out. Raises DataError if it has to be tokenized and is over data.max_raw_mib.
+    Raises DataError if it has to be tokenized and is over data.max_raw_mib.
     """
-    if rules > Rules.ALL_FILES and (cached := find_cached(data, plan)):
+    if cached := find_cached(data, plan):
         plan = cached
-    elif rules > Rules.ALL_FILES:
+    else:
         refuse_large_source(plan, data)
         from torchllm.tools.prepare.build import choose_split
 
@@ -179,9 +146,9 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
     from torchllm.runtime.host_limits import usable_cores
     from torchllm.tools.prepare.build import write_corpus
 
-    load = partial(load_tokenizer, data.tokenizer, data.pattern, usable_cores())
+    load = partial(load_tokenizer, data.tokenizer, usable_cores())
     source = _described(plan)  # before it is read: a later change shows
-    write_corpus(plan, load, folder, max_bad_share=None if rules is Rules.FIRST else data.max_bad_share)
+    write_corpus(plan, load, folder, max_bad_share=data.max_bad_share)
     _note_source(folder, source)
     return folder
 
@@ -216,7 +183,7 @@ def _refuse_other_text(folder: Path, plan: CorpusPlan) -> None:
             with suppress(OSError):  # of another user: then the next start reads the text again
                 _note_source(folder, json.dumps([changes, content]))
             return
-    except (OSError, ValueError, TypeError):  # an earlier version wrote none
+    except (OSError, ValueError, TypeError):  # it was damaged, or removed
         return
     raise DataError(
         f"data.sources: the files of {plan.source.path or plan.source.kind!r} have other text than when {folder} was "

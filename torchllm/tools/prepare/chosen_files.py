@@ -17,11 +17,10 @@ def source_files(source: Source) -> list[SourceFile]:
     return [*chosen.train, *chosen.held_out]
 
 
-def choose_files(source: Source, reads_all: bool = False) -> ChosenFiles:
+def choose_files(source: Source) -> ChosenFiles:
     """Return the files of a raw source, sorted by path; a source of the hub has none.
 
-    reads_all: a folder of text is all its files, and output of torchllm is read, as in earlier versions. Raises
-    DataError if there is none to train on at data.sources.path.
+    Raises DataError if there is none to train on at data.sources.path.
     """
     if source.kind == "hub":
         return ChosenFiles([], [])
@@ -29,7 +28,7 @@ def choose_files(source: Source, reads_all: bool = False) -> ChosenFiles:
         return ChosenFiles([stat_file(path) for path in _stdlib_paths()], [])
     from torchllm.tools.prepare.files_at_path import files_at_path  # Python's own files and the hub need no search
 
-    return files_at_path(source, reads_all)
+    return files_at_path(source)
 
 
 def _stdlib_paths() -> Iterator[str]:

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchllm.tools.prepare.chat.messages import (
-    ALPACA,
     MASKS_OF_CONVERSATIONS,
     NESTED,
-    read_alpaca,
     read_messages,
     read_tools,
     refuse_masks,
@@ -31,14 +29,11 @@ class ConversationForm(RecordForm):
     """A conversation."""
 
     setting = "data.sources.messages_key"
-    others = (TOOLS_KEY, *ALPACA, *MASKS_OF_CONVERSATIONS)
+    others = (TOOLS_KEY, *MASKS_OF_CONVERSATIONS)
 
     def record(self, fields: Mapping[str, Any], origin: Origin, is_row: bool) -> TextRecord:
         try:
-            if isinstance(fields[self.key], str) and fields.get("output") is not None:
-                messages = read_alpaca(fields, self.key)
-            else:
-                messages = read_messages(fields[self.key], self.key, is_row)
+            messages = read_messages(fields[self.key], self.key, is_row)
             tools = read_tools(fields.get(TOOLS_KEY), TOOLS_KEY)
             refuse_masks(fields, "", MASKS_OF_CONVERSATIONS)
             text = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False, default=str)

@@ -13,7 +13,6 @@ _COMPRESSIONS = {
     "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",  # the second: a frame to skip, as pzstd writes before each
     "bz2": rb"BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)",
     "lz4": rb"\x04\x22\x4d\x18",
-    "xz": rb"\xfd7zXZ\x00",
 }
 _UNPACK = "unpack it"
 _FORMS = {
@@ -21,11 +20,12 @@ _FORMS = {
     rb"PK\x03\x04|PK\x05\x06": f"a zip archive: {_UNPACK}",
     rb"7z\xbc\xaf\x27\x1c": f"a 7z archive: {_UNPACK}",
     rb"Rar!\x1a\x07": f"a rar archive: {_UNPACK}",
+    rb"\xfd7zXZ\x00": f"compressed (xz): {_UNPACK}",
     rb"(?s).{257}ustar": f"a tar archive: {_UNPACK}",
     rb"\x1f\x9d": f"compressed (.Z): {_UNPACK}",
     rb"\xff\x06\x00\x00sNaPpY": f"compressed (snappy): {_UNPACK}",
     rb"PAR1": 'parquet: set kind = "parquet"',
-    rb"ARROW1|\xff\xff\xff\xff": 'an Arrow file: set kind = "arrow"',
+    rb"ARROW1|\xff\xff\xff\xff": "an Arrow file: write it as parquet (datasets: to_parquet)",
     rb"\x93NUMPY": "an array of numpy",
     rb"\x89HDF\r\n": "an HDF5 file: write it as parquet",
     rb"SQLite format 3\0": "an SQLite database: write it as parquet",

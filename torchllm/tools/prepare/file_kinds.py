@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 NO_SUFFIX = "without a suffix"
-_COMPRESSED = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
+_COMPRESSED = (".gz", ".zst", ".zstd", ".bz2", ".lz4")
 _LISTED = 3
 """kinds that a description names"""
 
@@ -28,8 +28,6 @@ FILES_OF = {
     "text": (*_with_compressed(".txt", ".text", ".md", ".markdown", ".rst", ".tex"), NO_SUFFIX),
     "jsonl": _with_compressed(".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
-    "csv": _with_compressed(".csv", ".tsv"),
-    "arrow": (".arrow",),
 }
 """kind of a source -> kinds of the files of a folder that it reads"""
 

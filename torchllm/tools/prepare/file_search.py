@@ -58,13 +58,13 @@ class FoundFiles(NamedTuple):
     """folders and files of torchllm's own output, which were not searched -> their kind"""
 
 
-def find_files(path: str, takes: Callable[[str], bool], reads_output: bool = False) -> FoundFiles:
+def find_files(path: str, takes: Callable[[str], bool]) -> FoundFiles:
     """Return the files at a path: the file, those in the folder, or those that match the glob.
 
-    takes: whether a file in a folder is taken, by its name. Files that a glob names are taken. reads_output: torchllm's
-    own output is read, too, as in earlier versions. Raises DataError if a folder cannot be read.
+    takes: whether a file in a folder is taken, by its name. Files that a glob names are taken. Raises DataError if a
+    folder cannot be read.
     """
-    outputs: dict[str, str] | None = None if reads_output else {}
+    outputs: dict[str, str] = {}
     # A path that exists is taken literally: its name may hold characters that mean something in a glob.
     if os.path.isdir(path):
         ignored: Counter[str] = Counter()
@@ -75,7 +75,7 @@ def find_files(path: str, takes: Callable[[str], bool], reads_output: bool = Fal
                 inside.append(file)
             else:
                 ignored[kind_of_file(name)] += 1
-        return FoundFiles(_by_name(_each_once(inside, path), path, ""), ignored, outputs=outputs or {})
+        return FoundFiles(_by_name(_each_once(inside, path), path, ""), ignored, outputs=outputs)
     if os.path.lexists(path):
         return FoundFiles([FoundFile(path, "train")])
     parts = path.split("/")
@@ -84,7 +84,7 @@ def find_files(path: str, takes: Callable[[str], bool], reads_output: bool = Fal
     matches = _match(base, pattern, outputs)
     paths = [match for match in matches if not os.path.isdir(match)]
     files = _by_name(_each_once(paths, base), base, pattern)
-    return FoundFiles(files, folders=len(matches) - len(paths), outputs=outputs or {})
+    return FoundFiles(files, folders=len(matches) - len(paths), outputs=outputs)
 
 
 def _by_name(paths: Sequence[str], base: str, pattern: str) -> list[FoundFile]:
@@ -122,11 +122,11 @@ def _each_once(paths: Sequence[str], base: str) -> list[str]:
     return sorted(path_of.values())
 
 
-def _walk(root: str, outputs: dict[str, str] | None) -> Iterator[str]:
+def _walk(root: str, outputs: dict[str, str]) -> Iterator[str]:
     """Yield the files below `root`, in each folder once, those behind links last; hidden folders are left out.
 
-    outputs: gets the folders and files of torchllm's own output, which are left out, too; None: they are not. Raises
-    DataError if one cannot be read.
+    outputs: gets the folders and files of torchllm's own output, which are left out, too. Raises DataError if
+    one cannot be read.
     """
     real_root = os.path.realpath(root)
     seen: set[tuple[int, int]] = set()
@@ -141,8 +141,7 @@ def _walk(root: str, outputs: dict[str, str] | None) -> Iterator[str]:
                     folders.clear()
                     continue
                 seen.add((status.st_dev, status.st_ino))
-                if outputs is not None:
-                    names = _without_output(inside, root, folders, names, outputs)
+                names = _without_output(inside, root, folders, names, outputs)
                 folders[:] = sorted(name for name in folders if not name.startswith("."))
                 for name in folders:  # os.walk itself follows no link
                     path = os.path.join(inside, name)
@@ -196,7 +195,7 @@ def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"data.sources: {error.filename} cannot be read: {error.strerror}") from error
 
 
-def _match(base: str, pattern: str, outputs: dict[str, str] | None) -> list[str]:
+def _match(base: str, pattern: str, outputs: dict[str, str]) -> list[str]:
     """Return the files and folders that match a glob below a folder, "" for the working folder. outputs: as in `_walk`.
 
     `glob` goes round and round where links lead back; so `**` is matched here, against the files of a search.
@@ -217,10 +216,10 @@ def _match(base: str, pattern: str, outputs: dict[str, str] | None) -> list[str]
     return matches
 
 
-def _not_below_output(matches: Sequence[str], base: str, outputs: dict[str, str] | None) -> list[str]:
+def _not_below_output(matches: Sequence[str], base: str, outputs: dict[str, str]) -> list[str]:
     """Return the matches of a glob without torchllm's own output, as `_without_output` does; the root is `base`."""
-    if outputs is None or not matches:
-        return list(matches)
+    if not matches:
+        return []
     top = os.listdir(base or ".")
     kinds = {f"{base}{name}": "of a run" for name in _RUN_PARTS} if _is_run(base, top) else {}
     kept = []

@@ -29,16 +29,13 @@ from torchllm.tools.prepare.unpack import open_unpacked
 log = logging.getLogger(__name__)
 
 
-def files_at_path(source: Source, reads_all: bool) -> ChosenFiles:
-    """Return the files at the path of a source of text, sorted by path. Arguments and errors: `choose_files`."""
-    takes_all = reads_all and source.kind == "text"
+def files_at_path(source: Source) -> ChosenFiles:
+    """Return the files at the path of a source of text, sorted by path. Errors: `choose_files`."""
     files = FILES_OF[source.kind]
-    found = find_files(source.path, lambda name: takes_all or kind_of_file(name) in files, reads_all)
+    found = find_files(source.path, lambda name: kind_of_file(name) in files)
     if not found.files:
         reason = _why_none(source, found)
         raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {reason}")
-    if source.kind == "arrow":
-        found = _without_caches(found)
     chosen = choose_by_name(source, found)
     if source.kind == "text":
         _refuse_json_lines(source, [file.path for file in chosen.train])
@@ -70,44 +67,6 @@ def _describe_outputs(outputs: Mapping[str, str]) -> str:
     if unnamed > 0:
         described[_LISTED:] = [f"{unnamed:,} others"]
     return f"left out as output of torchllm: {', '.join(described)}"
-
-
-def _without_caches(found: FoundFiles) -> FoundFiles:
-    """Return the Arrow files but for those that a folder of `datasets` (`save_to_disk`) does not name as its data.
-
-    Raises DataError if the folder needs more than these files.
-    """
-    files = []
-    named: dict[str, list[str] | None] = {}
-    for file in found.files:
-        folder, name = os.path.split(file.path)
-        if folder not in named:
-            named[folder] = _data_files(folder)
-        names = named[folder]
-        if names is None or name in names:
-            files.append(file)
-    ignored = Counter(found.ignored) + Counter({"cached .arrow": len(found.files) - len(files)})
-    return found._replace(files=files, ignored=ignored)
-
-
-def _data_files(folder: str) -> list[str] | None:
-    """Return the names of the data files of a folder of `save_to_disk`; None if it is none."""
-    path = os.path.join(folder, "state.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            state = json.load(file)
-        names = [entry["filename"] for entry in state["_data_files"]]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(
-            f"data.sources: {path}: is no list of data files ({error!r}): save the data set again"
-        ) from error
-    if state.get("_indices_files"):
-        raise DataError(f"data.sources: {path}: the order of the rows is apart: flatten_indices(), and save it again")
-    if missing := [name for name in names if not os.path.isfile(os.path.join(folder, name))]:
-        raise DataError(f"data.sources: {path}: names {missing[0]}, which is missing: copy the folder again")
-    return names
 
 
 def choose_by_name(source: Source, found: FoundFiles) -> ChosenFiles:

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import BEGIN, END, ByteLengths, Ids
+from torchllm.data.tokenizer import END, ByteLengths, Ids
 from torchllm.tools.prepare.chat.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 from torchllm.tools.prepare.pieces import CONTEXT, cut_places
 
-_BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """token of a byte (SentencePiece's byte fallback)"""
@@ -80,19 +79,9 @@ class HuggingFaceTokenizer:
             off = f"data.tokenizer: {path} drops {dropout:.0%} of BPE's merges at random: not here, where ids are fixed"
             self.notes = [*self.notes, off]
         self.unknown = self._unknown_id()
-        usual = self._special_id(named_begin, _BEGIN_NAMES)
-        configured = self._special_id(named_begin, ()) if config_file.is_file() else usual
-        begins = [
-            before,
-            before[-1:],
-            () if configured is None else (configured,),
-            (end if usual is None else usual,),
-        ]
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        fingerprints = [f"{path.name}-{'+'.join(map(str, ids)) or None}-{end}-{digest[:16]}" for ids in begins]
-        self.fingerprint = fingerprints[0]
-        self.earlier_fingerprints = (fingerprints[1], fingerprints[2])
-        self.begins: Mapping[str, tuple[int, ...]] = dict(zip(fingerprints, begins, strict=True))
+        self.begins: Sequence[int] = before
+        self.fingerprint = f"{path.name}-{'+'.join(map(str, before)) or None}-{end}-{digest[:16]}"
 
     def _added_begins(self) -> tuple[int, ...]:
         """Return the tokens that the post-processor puts before a text."""

@@ -13,7 +13,6 @@ from torchllm.tools.prepare.sources import (
     RawSource,
     TextFiles,
 )
-from torchllm.tools.prepare.tables import ArrowFiles, CsvFiles
 
 
 def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
@@ -27,10 +26,6 @@ def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
         return JsonLineFiles(files, _form_of(source))
     if source.kind == "parquet":
         return ParquetFiles(files, _form_of(source))
-    if source.kind == "arrow":
-        return ArrowFiles(files, _form_of(source))
-    if source.kind == "csv":
-        return CsvFiles(files, _form_of(source), source.delimiter)
     if source.delimiter:
         return DelimitedTextFiles(files, source.delimiter)
     return TextFiles(files)

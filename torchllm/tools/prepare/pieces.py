@@ -2,11 +2,11 @@
 
 A tokenizer splits text by a regular expression before it merges bytes. Each match ends where the next begins, so a text
 may be cut where a match must end, whatever follows, or must begin, whatever comes before. `CUT` finds such places for
-every data.pattern: no alternative of any pattern matches across
+the patterns of GPT-2 and Llama 3: none of their alternatives matches across
 
 - the begin of a space after a character that is no blank: a match of letters, digits or signs ends there;
 - the end of a line, if neither the character before nor the one after the line end is a blank, and the one after it
-  is no "/", which "o200k" adds to the signs before a line end;
+  is no "/", which GPT-4o's pattern adds to the signs before a line end;
 - the begin of a punctuation mark after an ideograph: a match of letters ends there.
 
 The text before the first and third place does not end with a blank, so it does not matter that the text ends there

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -21,21 +20,8 @@ LoadTokenizer = Callable[[], Tokenizer]
 """a call of `load_tokenizer` that can be sent to other processes, which a tokenizer cannot"""
 _LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision", "max_epochs")
 """keys of a source that are in the hash only where they are set, as before they were added"""
-_TABLES = ("parquet", "arrow", "hub")
+_TABLES = ("parquet", "hub")
 """kinds of sources whose rows share one struct"""
-
-
-class Rules(IntEnum):
-    """Rules of the versions of torchllm that make a corpus of a source. A run goes on by the rules of its beginning."""
-
-    FIRST = 1
-    """test sets are trained, folders behind links are not searched, and a document may begin with another token"""
-    ALL_FILES = 2
-    """a folder of text is all its files, torchllm's own output is read, of few documents none may be held out, and tool
-    calls stay as they are written"""
-    ONE_BEGIN = 3
-    """of several begins of a document, the last is put"""
-    NOW = 4
 
 
 @dataclass(frozen=True)
@@ -62,8 +48,8 @@ class CorpusPlan:
     last_tokens: bool = False
     """the last tokens of each shard (of conversations: the last ones) are the validation split (see `choose_split`)"""
     reads_calls: bool = False
-    """whether tool calls and tools become objects with the keys of their row (see `chat.calls`); earlier versions left
-    them as they were. False, too, where the chat template writes neither"""
+    """whether tool calls and tools become objects with the keys of their row (see `chat.calls`); not where the chat
+    template writes neither"""
 
     fim: "FillInTheMiddle | None" = None
     """None: documents are written as they are"""

@@ -128,7 +128,7 @@ class ShardWriter:
         self._plan = plan
         self._held_out = {file.path for file in plan.files[len(plan.files) - plan.held_out :]}
         self.tokenizer = tokenizer
-        self._begin = np.array(tokenizer.begins[plan.tokenizer], dtype=dtype)
+        self._begin = np.array(tokenizer.begins, dtype=dtype)
         self._end = np.array([tokenizer.end], dtype=dtype)
         self.report: ReportText = lambda size: None
         """is called with the bytes of text that were tokenized since its last call"""

@@ -1,8 +1,6 @@
 """Write a run's tokenizer as the files that transformers reads: tokenizer.json and tokenizer_config.json.
 
-A Hugging Face tokenizer.json is copied. Bytes and tiktoken rank files are converted, and only if the result gives the
-same ids: pairs of tokens that tiktoken merges by their rank become a list of merges, and the pattern, which another
-library of regular expressions reads, loses its possessive quantifiers.
+A Hugging Face tokenizer.json is copied; bytes become one without merges.
 
 tokenizer_config.json is always written anew, so that transformers 4 and 5 read tokenizer.json as a run does. Of a file
 that is there the special tokens, the chat template and the side of padding are kept. Other keys change ids in one of
@@ -11,54 +9,28 @@ none is named), `add_bos_token`, `added_tokens_decoder`, `fix_mistral_regex`, ..
 """
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from torchllm.data.tokenizer import ByteTokenizer, Tokenizer
+from torchllm.data.tokenizer import BEGIN, END, ByteTokenizer, Tokenizer
 from torchllm.tools.prepare.chat.plan import ChatPlan
 from torchllm.tools.prepare.chat.template import TEMPLATE_FILE, special_names
 from torchllm.tools.prepare.chat.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
-from torchllm.tools.prepare.tiktoken_tokenizer import TiktokenTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
 KEPT = ("chat_template", "padding_side")
 """keys of a tokenizer_config.json that are kept, besides special tokens"""
-TRIED_TEXTS = 200
-"""random texts to test a conversion with, besides the texts written here"""
-TRIED_TOKENS = 50
-"""tokens of each"""
-TEXTS = (
-    "",
-    " ",
-    "Hello, world! It's 3.14159 o'clock; they'll SAY'S I'D we'Ve don't",
-    "  two  blanks\n\n\nthree lines \t tabs\r\n and \r returns \n \n",
-    "def f(x):\n    return x**2 + 1234567890  # (comment)\n\n",
-    "Größe, naïve, Ελληνικά, русский, 中文字符, 日本語, 한국어, العربية, हिन्दी, 🙂👩‍👩‍👧‍👦",
-    "https://example.org/a_b-c?d=e&f=%20 <|not a token|> […] $1,000.00!!!...???",
-    "\u00a0\u2003wide\u200bspaces \u017f'\u017f",
-    "x" * 300 + " " * 300 + "\n" * 300,
-)
-"""texts of all kinds"""
-
-
-class InexactTokenizer(Exception):
-    """A tokenizer that has no tokenizer.json with the same ids. The message says why."""
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: ChatPlan | None = None) -> None:
     """Write the files of a tokenizer into a folder.
 
     max_length: tokens of the longest text for the model. chat: has the template to write; None: the tokenizer's.
-
-    Raises InexactTokenizer, and writes nothing, if a conversion would give other ids than the tokenizer.
     """
     earlier: dict[str, Any] = {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -69,7 +41,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: C
         earlier = read_tokenizer_config(source)
         encoding = tokenizer.encoding
     else:
-        assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
+        assert isinstance(tokenizer, ByteTokenizer)
         encoding = convert(tokenizer)
         encoding.save(str(folder / "tokenizer.json"))
     content = _config_of(encoding, earlier)
@@ -113,59 +85,21 @@ def with_special_tokens(template: str, known: Mapping[str, str], now: Mapping[st
     return "".join(lines) + template
 
 
-def convert(tokenizer: ByteTokenizer | TiktokenTokenizer) -> "tokenizers.Tokenizer":
-    """Return a tokenizer of the library tokenizers with the same ids, which puts the begin token, if there is one,
-    before each text.
-
-    Raises InexactTokenizer if a text is found that has other ids.
-    """
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+def convert(tokenizer: ByteTokenizer) -> "tokenizers.Tokenizer":
+    """Return the bytes as a tokenizer of the library tokenizers, which puts the begin token before each text."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as LibraryTokenizer
 
-    original = tokenizer.encoding
-    special = {name: original.encode_single_token(name) for name in original.special_tokens_set}
-    ranks = {token: original.encode_single_token(token) for token in original.token_byte_values()}  # ids are ranks
-    ids = {printable(token): rank for token, rank in ranks.items()} | special
-    merges = [(printable(left), printable(right)) for left, right in merges_of(ranks)]
-    has_pattern = isinstance(tokenizer, TiktokenTokenizer)
-    converted = LibraryTokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=has_pattern))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    converted.pre_tokenizer = byte_level
-    if isinstance(tokenizer, TiktokenTokenizer):
-        try:
-            split = pre_tokenizers.Split(Regex(without_possessive(tokenizer.split)), "isolated")
-        except Exception as error:  # the library raises bare Exception
-            raise InexactTokenizer(f"its pattern is none of the library tokenizers ({error})") from error
-        converted.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    converted = LibraryTokenizer(
+        models.BPE(vocab={text: value for value, text in _printable_bytes().items()}, merges=[])
+    )
+    converted.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     converted.decoder = decoders.ByteLevel()
-    converted.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
-    if tokenizer.begin is not None:
-        begin = converted.id_to_token(tokenizer.begin)
-        converted.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=[(begin, tokenizer.begin)]
-        )
-    check_same_ids(tokenizer, converted, special)
+    converted.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in (BEGIN, END)])
+    converted.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN}:1 $B:1", special_tokens=[(BEGIN, tokenizer.begin)]
+    )
     return converted
-
-
-def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the pairs of tokens whose bytes together are a token, by the rank of that; of one token by the pair's."""
-    merges = []
-    for token, rank in ranks.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ranks and right in ranks:
-                merges.append((rank, ranks[left], ranks[right], left, right))
-    merges.sort()
-    return [(left, right) for *_, left, right in merges]
-
-
-def without_possessive(pattern: str) -> str:
-    """Convert a pattern from tiktoken's regular expressions to the tokenizers library's.
-
-    The latter takes `{1,3}+` for a repetition of a repetition, and `$` for the end of each line.
-    """
-    return re.sub(r"(\{\d+(?:,\d*)?\}|(?<!\\)[?*+])\+", r"\1", pattern).replace("$", r"\z")
 
 
 def _printable_bytes() -> dict[int, str]:
@@ -176,29 +110,3 @@ def _printable_bytes() -> dict[int, str]:
     for number, value in enumerate(hidden):
         characters[value] = chr(256 + number)
     return characters
-
-
-PRINTABLE_BYTES = _printable_bytes()
-
-
-def printable(token: bytes) -> str:
-    """Return the text that stands for a token's bytes in a tokenizer.json."""
-    return "".join(PRINTABLE_BYTES[value] for value in token)
-
-
-def check_same_ids(tokenizer: Tokenizer, converted: "tokenizers.Tokenizer", special: Mapping[str, int]) -> None:
-    """Raise InexactTokenizer if the converted tokenizer gives a text other ids, or a special token another one."""
-    for name, token in special.items():
-        if converted.token_to_id(name) != token:
-            raise InexactTokenizer(f"the special token {name} would be {converted.token_to_id(name)}, not {token}")
-    random = np.random.default_rng(0)
-    drawn = random.integers(0, tokenizer.vocab, (TRIED_TEXTS, TRIED_TOKENS))
-    texts = [*TEXTS, *(tokenizer.decode(ids.tolist()) for ids in drawn)]
-    converted.encode_special_tokens = True  # as the tokenizers of a run do: a document has none
-    for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True):
-        new_ids = converted.encode(text, add_special_tokens=False).ids
-        if new_ids != ids.tolist():
-            raise InexactTokenizer(
-                f"the text {text[:80]!r} would have other ids: {new_ids[:8]}, not {ids[:8].tolist()}"
-            )
-    converted.encode_special_tokens = False

@@ -1,23 +1,15 @@
-"""Read compressed files as their content: gzip, zstd and lz4 (of several frames, too), bz2 and xz.
+"""Read compressed files as their content: gzip, zstd and lz4 (of several frames, too), and bz2.
 
-A compressed file can only be read from its beginning. The unpacked size is limited: a file of some KB may hold more
-than all memory and disks.
+A compressed file can only be read from its beginning.
 """
 
 import io
-import lzma
-import os
 from typing import Any, BinaryIO
 
-from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_form import HEAD, compression_of
 
 _BUFFER = 2**18
 """bytes unpacked at a time"""
-_ALWAYS = 2**30
-"""bytes that any file may unpack to"""
-_TIMES = 100
-"""its size, that a file may unpack to"""
 LONGEST = 2**27
 """bytes of a line, or of a document between delimiters, in a compressed file"""
 
@@ -33,8 +25,7 @@ def open_unpacked(path: str) -> BinaryIO:
     compression = compression_of_file(path)
     if not compression:
         return open(path, "rb", buffering=_BUFFER)
-    size = os.path.getsize(path)
-    return io.BufferedReader(_Unpacked(path, compression, size), _BUFFER)
+    return io.BufferedReader(_Unpacked(path, compression), _BUFFER)
 
 
 def first_bytes(path: str, size: int = HEAD) -> bytes:
@@ -43,67 +34,24 @@ def first_bytes(path: str, size: int = HEAD) -> bytes:
         return file.read(size)
 
 
-class _Xz:
-    """The content of an xz file. Unlike `lzma.open` it raises LZMAError for bytes after a stream that are none."""
-
-    def __init__(self, path: str) -> None:
-        self._file = io.FileIO(path)
-        self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-
-    def readinto(self, buffer: Any) -> int:
-        """Unpack the next bytes. Raises LZMAError, EOFError or OSError."""
-        while True:
-            packed = b""
-            if self._stream.eof:
-                packed = self._stream.unused_data.lstrip(b"\0")
-                while not packed and (block := self._file.read(_BUFFER)):
-                    packed = block.lstrip(b"\0")  # streams may be padded
-                if not packed:
-                    return 0
-                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-            elif self._stream.needs_input and not (packed := self._file.read(_BUFFER)):
-                raise EOFError("it ends before its end-of-stream marker")
-            if content := self._stream.decompress(packed, len(buffer)):
-                buffer[: len(content)] = content
-                return len(content)
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class _Unpacked(io.RawIOBase):
     """The content of a compressed file."""
 
-    def __init__(self, path: str, compression: str, size: int) -> None:
-        """`size`: of the file, in bytes."""
-        self._path = path
-        self._compression = compression
-        self._size = size
-        self._unpacked = 0
-        self._stream: Any = None
-        if compression == "xz":
-            self._stream = _Xz(path)
-        else:
-            import pyarrow
+    def __init__(self, path: str, compression: str) -> None:
+        import pyarrow
 
-            self._stream = pyarrow.input_stream(path, compression=compression)
+        self._compression = compression
+        self._stream = pyarrow.input_stream(path, compression=compression)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Unpack the next bytes. Raises OSError if they are damaged or missing, DataError if they are too many."""
+        """Unpack the next bytes. Raises OSError if they are damaged or missing."""
         try:
             count: int = self._stream.readinto(buffer)
-        except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's own errors are ValueErrors
+        except (OSError, EOFError, ValueError) as error:  # pyarrow's own errors are ValueErrors
             raise OSError(f"{self._compression}, and damaged, cut off or followed by other bytes: {error}") from error
-        self._unpacked += count
-        most = _ALWAYS + _TIMES * self._size
-        if self._unpacked > most:
-            raise DataError(
-                f"{self._path} has {self._size:,} bytes and unpacks to over {most:,}, as hardly any text does: take it "
-                "out of data.sources.path or, if you trust its content, decompress it"
-            )
         return count
 
     def close(self) -> None:

@@ -208,7 +208,6 @@ def documents_as_data(config: Config, folder: Path) -> Settings:
         "data.validation": (),
         "data.stage": (),
         "data.tokenizer": "bytes",
-        "data.pattern": "llama3",
         "data.validation_fraction": config.data.validation_fraction or 0.1,
         "data.on_bad_record": "error",
         "data.workers": 0,

@@ -5,7 +5,6 @@
     data         waiting for a batch
     checkpoint   saving
     evaluate     evaluation
-    plan         predicting the MFU, beside which the first profiled step is logged
     rebuild      going on with another config (`torchllm/tools/adapt`)
     restart      between the end of an attempt and the start of the job's next one, and steps that had to be done again
     not running  between the end of a job and the start of the next one, unless the run was finished

@@ -17,10 +17,9 @@ from torchllm.tools.watch.text_ranks import Scored, TextRanks
 class HarnessModel(TemplateLM):
     """Encodes what the harness asks for, and lets all ranks compute it; for rank 0."""
 
-    def __init__(self, ranks: TextRanks, tokenizer: Tokenizer, begin: list[int]) -> None:
-        """begin: the ids before each text, of `begin_of_text`."""
+    def __init__(self, ranks: TextRanks, tokenizer: Tokenizer) -> None:
         super().__init__()
-        self.ranks, self.codec, self.begin = ranks, tokenizer, begin  # `tokenizer` is the harness's
+        self.ranks, self.codec, self.begin = ranks, tokenizer, list(tokenizer.begins)  # `tokenizer` is the harness's
 
     @property
     def eot_token_id(self) -> int:

@@ -1,10 +1,8 @@
 """Observes the steps that are profiled: their records, where the time of the first went, and slow ranks."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from torchllm.config import Config
@@ -12,15 +10,11 @@ from torchllm.config.stages import of_span, span_of, spans_of
 from torchllm.facts.flops import flops_per_token
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
-from torchllm.runtime.tolerance import Tolerance
 
 if TYPE_CHECKING:
     from torchllm.tools.watch.step_profiler import ProfiledStep, StepProfiler
 
 log = logging.getLogger("torchllm")
-
-SLOW_NODES = "slow_nodes"
-"""file in the run folder: the nodes of slow ranks, as Slurm's --exclude takes them"""
 
 
 class ProfiledSteps(Observer):
@@ -31,14 +25,11 @@ class ProfiledSteps(Observer):
 
     def __init__(self, *, logs_first: bool = True) -> None:
         self.logs_first = logs_first
-        self.slow_nodes: list[str] = []
         self.profiler: StepProfiler | None = None
 
     def begin(self, run: ObservedRun) -> None:
         self.run = run
         self.has_described_a_step = False
-        self.slow_nodes_file = run.runtime.folder / SLOW_NODES
-        self.tolerance = Tolerance(str(self.slow_nodes_file))
         settings, runtime = run.config.metrics, run.runtime
         self.profiler = None
         interval = settings.breakdown_interval
@@ -71,25 +62,11 @@ class ProfiledSteps(Observer):
         run.meter.write(profiled.step, {"step": profiled.step} | parts)
         if self.logs_first and not self.has_described_a_step and run.runtime.is_main:
             config = of_span(run.config, span_of(spans_of(run.config.data, run.config.training), profiled.step))
-            mfu, expected = step_mfu(run, config, seconds), None
-            if mfu is not None:
-                with run.meter.pause("plan"):  # the others wait for this rank, once
-                    expected = planned_mfu(config)
-            log.info("%s", profiled.describe(mfu, expected))
+            log.info("%s", profiled.describe(step_mfu(run, config, seconds)))
         self.has_described_a_step = True
         if profiled.slow is None:
             return
         log.warning("step %d: %s", profiled.step, profiled.slow)
-        if run.runtime.is_main and profiled.slow.host not in self.slow_nodes:
-            self._note_slow_node(profiled.slow.host)
-
-    def _note_slow_node(self, host: str) -> None:
-        self.slow_nodes.append(host)
-        with self.tolerance.attempt():
-            self.slow_nodes_file.write_text(",".join(self.slow_nodes))
-            if "SLURM_JOB_ID" in os.environ:
-                advice = 'to exclude %s from the next start: sbatch --exclude="$(cat %s)"'
-                log.warning(advice, host, quote(str(self.slow_nodes_file)))
 
 
 def step_mfu(run: ObservedRun, config: Config, seconds: float) -> float | None:
@@ -97,11 +74,3 @@ def step_mfu(run: ObservedRun, config: Config, seconds: float) -> float | None:
     length = config.training.sequence_length
     flops = flops_per_token(config.model, length, trained=config.trained)
     return run.meter.utilization(config.training.global_batch_size * length / seconds * flops)
-
-
-def planned_mfu(config: Config) -> float | None:
-    """Return the MFU that the planner predicts; None where it does not know the machine, or some products (float8)."""
-    from torchllm.tools.planner.search.auto import planned  # 40 files: on rank 0, after the first profiled step
-
-    prediction = None if config.float8.is_on else planned(config)
-    return prediction.mfu if prediction else None

@@ -1,8 +1,8 @@
 """Profiles a step from time to time, on all ranks at once: shows where its time went and which rank is slow.
 
 Between profiled steps only the host's clock is read. The time of a profiled step is broken down (`breakdown.py`), the
-ranks report their parts, and rank 0 concludes: the mean of each part, which it logs beside what the planner expected,
-and the next step to profile. This costs time: a profiled step is slower, the profile has to be read, and the reports
+ranks report their parts, and rank 0 concludes: the mean of each part, and the
+next step to profile. This costs time: a profiled step is slower, the profile has to be read, and the reports
 have to be exchanged. Steps are profiled so rarely that it stays below `MAX_COST` of the run.
 
 A rank is called slow if `slow_rank.py` finds it in `CONFIRMATIONS` profiled steps in a row: after the first, the very
@@ -57,7 +57,7 @@ class ProfiledStep(NamedTuple):
     def seconds(self) -> float:
         return sum(self.parts.values())
 
-    def describe(self, mfu: float | None, planned_mfu: float | None) -> str:
+    def describe(self, mfu: float | None) -> str:
         """Return a line with the parts, largest first, and what the largest wait costs. mfu: of this step."""
         shares = sorted(((seconds / self.seconds, name) for name, seconds in self.parts.items()), reverse=True)
         parts = ", ".join(f"{name} {share:.1%}" for share, name in shares if share >= 0.001)
@@ -65,8 +65,6 @@ class ProfiledStep(NamedTuple):
         if mfu is None:
             return line
         line += f"; MFU {mfu:.1%} measured"
-        if planned_mfu is not None:
-            line += f", {planned_mfu:.1%} planned"
         waits = [(share, name) for share, name in shares if name not in COMPUTING and share < 1]
         if not waits:
             return line

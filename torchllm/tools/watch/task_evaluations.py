@@ -16,7 +16,6 @@ from torchllm.optim.average import average_of
 from torchllm.runtime.heartbeat import during
 from torchllm.runtime.stop import may_give_up
 from torchllm.runtime.tolerance import Tolerance
-from torchllm.tools.continue_texts import begin_of_text
 from torchllm.tools.watch.tasks import Tasks, values_of, write_task_results
 from torchllm.tools.watch.text_ranks import TextRanks
 from torchllm.train.interval import due
@@ -39,7 +38,7 @@ class TaskEvaluations(Observer):
         problem = None
         if runtime.is_main:
             try:
-                self.tokenizer = load_tokenizer(data.tokenizer, data.pattern)
+                self.tokenizer = load_tokenizer(data.tokenizer)
                 self.tasks = self.tasks or Tasks(run.config.evaluate.tasks)
                 self.tasks.check_model(self.ranks, self.tokenizer)
             except UserError as error:
@@ -68,8 +67,7 @@ class TaskEvaluations(Observer):
             return
         try:
             with self.ranks.lead(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                begin = begin_of_text(self.tokenizer, run.data.state())
-                results = tasks.evaluate(self.ranks, self.tokenizer, begin)
+                results = tasks.evaluate(self.ranks, self.tokenizer)
         except Exception as error:
             if self.ranks.is_at_work:
                 raise

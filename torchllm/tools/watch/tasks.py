@@ -91,10 +91,10 @@ class Tasks:
         if reason and named:
             raise UserError(f"evaluate.tasks: {reason}, as {', '.join(named)} needs: leave it out")
 
-    def evaluate(self, ranks: TextRanks, tokenizer: Tokenizer, begin: list[int]) -> dict[str, Any]:
+    def evaluate(self, ranks: TextRanks, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return what the harness's `evaluate` gives for the model that the ranks hold. Call it inside of `ranks.lead`.
 
-        begin: the ids before each text. Few-shot examples are the same each time. UserError: see `check_model`.
+        Few-shot examples are the same each time. UserError: see `check_model`.
         """
         import lm_eval
 
@@ -103,7 +103,7 @@ class Tasks:
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(FEWSHOT_SEED)
         self.check_model(ranks, tokenizer)
-        model = HarnessModel(ranks, tokenizer, begin)
+        model = HarnessModel(ranks, tokenizer)
         os.environ["DISABLE_MULTIPROC"] = "1"  # of bootstraps: a rank forks no processes
         results: dict[str, Any] = lm_eval.evaluate(model, self.loaded, bootstrap_iters=DRAWS, log_samples=True)
         results["lm_eval_version"] = lm_eval.__version__

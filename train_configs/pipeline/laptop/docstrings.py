@@ -7,7 +7,7 @@ FOLDER gets text.jsonl, train.jsonl and held_out.jsonl. One module in twenty is 
 text.jsonl, its conversations are in held_out.jsonl alone. Modules are read, not imported: the same library gives
 the same bytes.
 
-PIPELINE_FOLDER has corpus, pretrain and finetune of train_configs/pipeline/laptop.toml. OUTPUT_FOLDER gets figures.json
+PIPELINE_FOLDER has corpus, pretrain and finetune of train_configs/pipeline/laptop.sh. OUTPUT_FOLDER gets figures.json
 and conversation.txt: what the fine-tuned model recalls, and how well it expects answers that it never saw.
 """
 

@@ -349,7 +349,6 @@ def test_of_named_templates_the_one_is_taken_that_transformers_takes(place: str,
         texts.append(theirs.decode(ids))
     assert "You are helpful." in texts[0]
     assert "fox fox" in texts[1]
-    assert plan_chat(str(path), Finetune(), 64, earlier=True).template == named["default"]
 
 
 def test_a_list_of_templates_without_a_default_is_an_error(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
     file.write_text("{{ messages }}\f", encoding="utf-8-sig")
     for named in ("", str(file)):
         assert read_template(tmp_path / "tokenizer.json", named) == "{{ messages }}\f"
-        assert read_template(tmp_path / "tokenizer.json", named, earlier=True) == "\ufeff{{ messages }}\f"
 
 
 def test_a_template_reads_objects_and_numbers() -> None:
@@ -104,3 +103,17 @@ def test_a_template_for_tools_and_one_for_the_rest_give_the_texts_that_they_give
             assert ChatTemplate(source, {}, TODAY).render([user("a")], tools) == alone.render([user("a")], tools), (
                 template
             )
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
+        ("{% if 1 %}" * 500 + "{% endif %}" * 500, "nested too deeply"),
+        ("{% if %}", "error in line 1"),
+        ("{% if true %}hello{% endif %}", "does not write the content of the assistant's messages"),
+    ],
+)
+def test_a_wrong_template_is_an_error(template: str, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        _ = ChatTemplate(template, {}, date.today()).reads_parts

@@ -91,7 +91,7 @@ class ChatFormat:
     encoder: ChatEncoder
     template: ChatTemplate
     reads_calls: bool = True
-    """whether JSON text in calls and tools is read (see `calls.with_objects`); earlier versions left it as it was"""
+    """whether JSON text in calls and tools is read (see `calls.with_objects`)"""
 
     def examples(self, conversation: Conversation) -> ConversationExamples:
         """Return the examples of a conversation. Raises RefusedConversation."""

@@ -24,57 +24,11 @@ def read_messages(value: object, key: str, has_columns: bool = False) -> list[Me
 
     has_columns: it is a row of a table: a message has null for each key that only others have.
     """
-    if isinstance(value, list):
-        value = [_of_share_gpt(message, f"{key}.{index}") for index, message in enumerate(value)]
     if not isinstance(value, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
     ):
-        raise RefusedConversation(
-            "no messages", f": {key!r} must be a list of objects, each with a role, or text with an 'output' (Alpaca)"
-        )
+        raise RefusedConversation("no messages", f": {key!r} must be a list of objects, each with a role")
     return [_read_message(message, f"{key}.{index}", has_columns) for index, message in enumerate(value)]
-
-
-SPEAKERS = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
-    **dict.fromkeys(("tool", "observation"), "tool"),
-    "system": "system",
-}
-"""role by ShareGPT's `from`"""
-
-
-def _of_share_gpt(message: object, where: str) -> object:
-    """Return a message of ShareGPT's form, {"from": "human", "value": "…"}, with a role. Raises RefusedConversation."""
-    if not isinstance(message, dict) or message.get("from") is None or message.get("role") is not None:
-        return message
-    if not isinstance(message["from"], str) or message["from"] not in SPEAKERS:
-        known = ", ".join(SPEAKERS)
-        raise RefusedConversation("an unknown speaker", f": {where}.from is {message['from']!r}, not one of {known}")
-    others = {name: value for name, value in message.items() if name not in ("from", "value", "role", "content")}
-    return {"role": SPEAKERS[message["from"]], "content": message.get("value"), **others}
-
-
-ALPACA = ("input", "output", "system", "history")
-"""keys beside the instruction of Alpaca's form"""
-
-
-def read_alpaca(fields: Mapping[str, Any], key: str) -> list[Message]:
-    """Return the messages of a record in Alpaca's form: an instruction under `key`, perhaps an input, and the output.
-
-    Raises RefusedConversation.
-    """
-    texts = {name: fields.get(name) or "" for name in (key, "input", "output", "system")}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise RefusedConversation("content is no text", f": {name} is {_kind(text)}")
-    if empty := [name for name in (key, "output") if not texts[name].strip()]:
-        raise RefusedConversation("no messages", f": {empty[0]!r} is empty")
-    if fields.get("history"):
-        raise RefusedConversation("a history", ": it is not read; write the conversation as messages")
-    system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-    prompt = f"{texts[key]}\n\n{texts['input']}" if texts["input"] else texts[key]
-    return [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": texts["output"]}]
 
 
 def read_tools(value: object, key: str) -> list[Any] | None:

@@ -12,7 +12,6 @@ from torchllm.tools.prepare.chat.encoder import load_chat_encoder
 from torchllm.tools.prepare.chat.examples import ChatFormat
 from torchllm.tools.prepare.chat.template import ChatTemplate, read_template
 from torchllm.tools.prepare.chat.tokenizer_config import read_tokenizer_config, special_tokens_of
-from torchllm.tools.prepare.chat.trial import try_template
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,16 @@ class ChatPlan:
     """that the template knows by name, such as {"eos_token": "</s>"}"""
 
 
-def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int, earlier: bool = False) -> ChatPlan:
-    """Return the plan for conversations with data.tokenizer. earlier: as in `read_template`.
+def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int) -> ChatPlan:
+    """Return the plan for conversations with data.tokenizer.
 
     Raises DataError if the tokenizer or the template cannot be used.
     """
     load_chat_encoder(tokenizer)
     path = Path(tokenizer)
     special_tokens = special_tokens_of(read_tokenizer_config(path))
-    template = read_template(path, finetune.chat_template, earlier)
-    try_template(template, special_tokens)
+    template = read_template(path, finetune.chat_template)
+    _ = ChatTemplate(template, special_tokens, date.today()).reads_parts  # an error now if it writes no answers
     return ChatPlan(sequence_length, template, special_tokens)
 
 
@@ -49,15 +48,13 @@ def chat_format(tokenizer: str, plan: ChatPlan, day: date | None = None, reads_c
 def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[str, Any]) -> ChatPlan | None:
     """Return how the conversations of a run were written; None if it had none.
 
-    state, record: of the data and of the run, in a checkpoint. One of an earlier version does not hold the template;
-    then, and where the config names another file than the run did, it is read. Raises DataError if that fails.
+    state, record: of the data and of the run, in a checkpoint. Where the config names another template than the run
+    did, it is read. Raises DataError if that fails.
     """
     saved = state.get("chat")
     template_file = record.get("config", {}).get("finetune", {}).get("chat_template", "")
     if saved is not None and same_path(template_file, config.finetune.chat_template):
-        plan = ChatPlan(**saved)
-        try_template(plan.template, plan.special_tokens)
-        return plan
+        return ChatPlan(**saved)
     if saved is not None or config.generate.chat or any(source.messages_key for source in config.data.sources):
         return plan_chat(config.data.tokenizer, config.finetune, config.training.sequence_length)
     return None

@@ -247,25 +247,24 @@ def special_names(source: str) -> set[str]:
     return meta.find_undeclared_variables(environment.parse(source)) & set(SPECIAL_NAMES)
 
 
-def read_template(tokenizer: Path, file: str, earlier: bool = False) -> str:
+def read_template(tokenizer: Path, file: str) -> str:
     """Return the source of the chat template to use with a tokenizer.json.
 
     file: finetune.chat_template; empty: `chat_template.jinja` in the tokenizer's folder, else the template in its
-    tokenizer_config.json. Where there is one for conversations with tools, too, both are in the source. earlier: the
-    default one alone, with its byte order mark, as in earlier versions. Raises DataError if there is none.
+    tokenizer_config.json. Where there is one for conversations with tools, too, both are in the source.
+    Raises DataError if there is none.
     """
-    encoding = "utf-8" if earlier else "utf-8-sig"
     if file:
-        return _read_template_file(Path(file), encoding)
+        return _read_template_file(Path(file))
     beside = tokenizer.with_name(TEMPLATE_FILE)
     if beside.is_file():
-        named = {"default": _read_template_file(beside, encoding)}
+        named = {"default": _read_template_file(beside)}
         with_tools = tokenizer.with_name(OTHER_TEMPLATES) / f"{WITH_TOOLS}.jinja"
         if with_tools.is_file():
-            named[WITH_TOOLS] = _read_template_file(with_tools, encoding)
+            named[WITH_TOOLS] = _read_template_file(with_tools)
     else:
         named = _templates_in_config(tokenizer)
-    if earlier or WITH_TOOLS not in named:
+    if WITH_TOOLS not in named:
         return named["default"]
     return chosen_by_tools(named[WITH_TOOLS], named["default"])
 
@@ -294,9 +293,9 @@ def _templates_in_config(tokenizer: Path) -> dict[str, str]:
     return named
 
 
-def _read_template_file(path: Path, encoding: str) -> str:
+def _read_template_file(path: Path) -> str:
     try:
-        return read_regular(path).decode(encoding)
+        return read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"finetune.chat_template: {path} cannot be read ({error})") from error
 

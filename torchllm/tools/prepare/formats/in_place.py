@@ -29,7 +29,6 @@ from torchllm.data.path_hint import describe_missing
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Begins, Ids, Split
 from torchllm.tools.prepare.corpus_writer import replacing
-from torchllm.tools.prepare.earlier_files import earlier_token_files
 from torchllm.tools.prepare.file_kinds import describe_kinds
 from torchllm.tools.prepare.file_search import FoundFiles, find_files
 from torchllm.tools.prepare.files_at_path import choose_by_name
@@ -38,8 +37,6 @@ from torchllm.tools.prepare.formats.mds import MDS
 from torchllm.tools.prepare.formats.megatron import MEGATRON
 from torchllm.tools.prepare.formats.nanogpt import NANOGPT
 from torchllm.tools.prepare.formats.token_file import InPlaceSettings, OpenTokens, TokenFormat, TokenShard
-from torchllm.tools.prepare.plan import Rules
-from torchllm.tools.prepare.readers import prepare_recorded
 from torchllm.tools.prepare.source_files import ChosenFiles
 
 _FORMATS: dict[str, TokenFormat] = {"megatron": MEGATRON, "llmc": LLMC, "nanogpt": NANOGPT, "mds": MDS}
@@ -53,8 +50,6 @@ _FILES_LOOKED_AT, _LOOKED_AT = 16, 2**20
 """files, and tokens of each, in which the end of a document is looked for"""
 _VERSION = 3
 """of the description"""
-_EARLIER_VERSION = 2
-"""of the description by the rules of earlier versions"""
 
 
 class _Piece(NamedTuple):
@@ -81,10 +76,10 @@ def in_place_settings(source: Source, data: Data) -> InPlaceSettings:
     return InPlaceSettings(source.kind, data.dtype, data.separator, column, str(cache_root(data)))
 
 
-def token_files(source: Source, reads_output: bool = False) -> ChosenFiles:
+def token_files(source: Source) -> ChosenFiles:
     """Return the files of a source that are a shard each, or list some: all in a folder, those that match a glob.
 
-    reads_output: as in `find_files`. Raises DataError if there is none to train on.
+    Raises DataError if there is none to train on.
     """
     pattern = _FORMATS[source.kind].pattern
     path = source.path
@@ -92,7 +87,7 @@ def token_files(source: Source, reads_output: bool = False) -> ChosenFiles:
         index = Path(path).with_suffix(".idx") if os.path.exists(path) else Path(f"{path}.idx")
         if index.is_file():  # of the .bin, or of the prefix that Megatron-LM's own options take
             path = str(index)
-    found = find_files(path, lambda name: fnmatchcase(name, pattern), reads_output)
+    found = find_files(path, lambda name: fnmatchcase(name, pattern))
     if not os.path.lexists(path):
         found = FoundFiles([file for file in found.files if Path(file.path).match(pattern)])
     if not found.files:
@@ -101,25 +96,20 @@ def token_files(source: Source, reads_output: bool = False) -> ChosenFiles:
     return choose_by_name(source, found)
 
 
-def describe_in_place(source: Source, data: Data, vocab: int, rules: Rules = Rules.NOW) -> Path:
+def describe_in_place(source: Source, data: Data, vocab: int) -> Path:
     """Return the file in the cache that describes a source, after writing it if it is not there.
 
-    rules: earlier ones may choose other files, and hold out nothing of one document. Raises
-    DataError if a file is not of the format, or has ids of `vocab` or more among its first ones.
+    Raises DataError if a file is not of the format, or has ids of `vocab` or more among its first ones.
     """
     settings = in_place_settings(source, data)
-    if rules is Rules.FIRST:
-        files = earlier_token_files(source, _FORMATS[source.kind].pattern)
-    else:
-        files = token_files(source, reads_output=rules is Rules.ALL_FILES)
-    version = _VERSION if rules > Rules.ALL_FILES else _EARLIER_VERSION
-    listed = [version, settings._replace(cache=""), data.validation_fraction, files]
+    files = token_files(source)
+    listed = [_VERSION, settings._replace(cache=""), data.validation_fraction, files]
     key = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     path = cache_root(data) / f"{source.kind}-{key}.json"
     if not path.is_file() or not _is_current(path):
-        for chosen in () if rules is Rules.FIRST else [*files.train, *files.held_out]:
+        for chosen in [*files.train, *files.held_out]:
             _FORMATS[source.kind].refuse(Path(chosen.path), settings, vocab)
-        description = _describe(settings, files, data.validation_fraction, vocab, rules)
+        description = _describe(settings, files, data.validation_fraction, vocab)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing([path]) as (file,):
             file.write(json.dumps(description, default=str).encode())
@@ -135,7 +125,7 @@ def _is_current(path: Path) -> bool:
         return False
 
 
-def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vocab: int, rules: Rules) -> _Description:
+def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vocab: int) -> _Description:
     """Return the content of the files of a source. `held_out`: share of the validation split if no file is one."""
     reader = _FORMATS[settings.kind]
     by_split: dict[Split, list[TokenShard]] = {split: [] for split in SPLITS}
@@ -146,7 +136,7 @@ def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vo
     for split, shards in by_split.items():
         pieces[split] = [_Piece(shard, 0, shard.tokens) for shard in _joined(shards, settings, vocab)]
     if not pieces["validation"] and held_out > 0:
-        pieces = _cut_documents(pieces["train"], settings, held_out, cuts_any=rules > Rules.ALL_FILES)
+        pieces = _cut_documents(pieces["train"], settings, held_out)
     states = list(map(look_at, _files_of(pieces)))  # before the content: a later change shows
     return _Description(pieces, _fingerprint(pieces, settings), states)
 
@@ -167,12 +157,10 @@ def _joined(shards: Sequence[TokenShard], settings: InPlaceSettings, vocab: int)
     return joined
 
 
-def _cut_documents(
-    pieces: Sequence[_Piece], settings: InPlaceSettings, held_out: float, cuts_any: bool
-) -> dict[Split, list[_Piece]]:
+def _cut_documents(pieces: Sequence[_Piece], settings: InPlaceSettings, held_out: float) -> dict[Split, list[_Piece]]:
     """Return the pieces of both splits: the last documents, `held_out` of all ids, are the validation split.
 
-    cuts_any: if no document begins in these ids, the last one is cut.
+    If no document begins in these ids, the last one is cut.
     """
     place = int(sum(piece.end for piece in pieces) * (1 - held_out))
     train: list[_Piece] = []
@@ -184,7 +172,7 @@ def _cut_documents(
         cut = piece.end
         if place < piece.end:
             cut = _first_begin(piece, max(0, place), settings)
-            if cut == piece.end and piece is pieces[-1] and cuts_any:
+            if cut == piece.end and piece is pieces[-1]:
                 cut = max(0, place)
         place -= piece.end
         train.append(piece._replace(end=cut))
@@ -345,13 +333,9 @@ class InPlaceCorpus(ShardStream):
 class InPlaceReader:
     """Reads token files of another program where they are, after describing them in the cache."""
 
-    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
+    def prepare(self, source: Source, settings: ReaderSettings) -> str:
         """See SourceReader: write the description if it is not cached."""
-
-        def prepare(rules: Rules) -> str:
-            return str(describe_in_place(source, settings.data, settings.vocab, rules))
-
-        return prepare_recorded(self, source, settings, recorded, prepare)
+        return str(describe_in_place(source, settings.data, settings.vocab))
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
         return InPlaceCorpus(Path(folder), in_place_settings(source, settings.data), settings.vocab)

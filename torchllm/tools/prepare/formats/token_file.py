@@ -58,7 +58,7 @@ class TokenFormat(NamedTuple):
     """returns the shards that a file holds or lists; raises WrongFormat"""
     open_shard: Callable[[TokenShard, InPlaceSettings], OpenTokens]
     refuse: Callable[[Path, InPlaceSettings, int], None] = lambda path, settings, vocab: None
-    """raises WrongFormat for a file that earlier versions read, though its content is another; `vocab`: of the model"""
+    """raises WrongFormat for a file with another content than its form promises; `vocab`: of the model"""
 
 
 class SeparatedIds(OpenTokens):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from tests.launched import clean
 from tests.tiny_run import ROOT
+from torchllm.cli import main
 from torchllm.models.head import IGNORED
-from torchllm.tools.pipeline.stages import read_stage_records
 from torchllm.tools.prepare.chat.examples import Example
 from torchllm.tools.prepare.chat.template import Conversation
 from train_configs.pipeline.laptop.docstrings import (
@@ -84,40 +85,86 @@ def test_the_figures_in_words() -> None:
     ]
 
 
-CORPUS = """
-import sys
-from pathlib import Path
-from train_configs.pipeline.laptop.docstrings import build_library, standard_library, write_library
-modules = [module for module in standard_library() if module.name < "bd" or module.name.startswith("asyncio")]
-write_library(build_library(modules), Path(sys.argv[1]))
-"""
+FEW = 'module.name < "bd" or module.name.startswith("asyncio")'
+SMALLER = {
+    "pretrain.toml": {
+        "layers = 4": "layers = 1",
+        "hidden = 192": "hidden = 48",
+        "vocab = 4096": "vocab = 512",
+        "validation_fraction = 0.02": "validation_fraction = 0.1",
+        "steps = 220": "steps = 24",
+    },
+    "finetune.toml": {"epochs = 7.0": "epochs = 2.0"},
+    "docstrings.py": {"build_library(standard_library())": f"build_library(m for m in standard_library() if {FEW})"},
+}
+
+
+def test_the_scripts_are_told_by_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("torchllm.cli.start", started.append)
+    main(["pipeline", "laptop", "out"])
+    assert started == [["bash", str(ROOT / "train_configs/pipeline/laptop.sh"), "out"]]
+    for words in ([], ["stages"], ["laptop.toml"], ["8gpu", "out", "more"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["pipeline", *words])
+        assert "usage: torchllm pipeline {8gpu,laptop} [FOLDER]" in capsys.readouterr().err
+
+
+def test_a_stage_runs_once_and_a_failure_ends_the_pipeline(tmp_path: Path) -> None:
+    script = tmp_path / "mine.sh"
+    script.write_text(
+        f"source {ROOT}/train_configs/pipeline/stages.sh out\n"
+        'stage first bash -c "echo $WORD >>out/log"\nWORD=b stage second python mine.py\ntalk out/config.toml\n'
+    )
+
+    def run() -> "subprocess.CompletedProcess[str]":
+        environment = clean({"PYTHON": sys.executable, "WORD": "a"})
+        return subprocess.run(
+            ["bash", str(script)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+
+    (tmp_path / "mine.py").write_text("raise SystemExit(75)")
+    assert run().returncode == 75
+    (tmp_path / "mine.py").write_text("import os; print(os.environ['WORD'], file=open('out/log', 'a'))")
+    for _ in range(2):
+        done = run()
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "out/log").read_text() == "a\nb\n"
+        assert done.stdout.endswith("now: torchllm generate out/config.toml\n")
+    assert done.stdout.count("done earlier") == 2
 
 
 @pytest.mark.exhaustive
 def test_a_tiny_pipeline_from_nothing_to_a_model_that_answers(tmp_path: Path) -> None:
     """The laptop's stages on fewer modules and steps; a second call does nothing."""
-    (tmp_path / "corpus.py").write_text(CORPUS)
-    text = (ROOT / "train_configs/pipeline/laptop.toml").read_text()
-    text = text.replace(
-        "python train_configs/pipeline/laptop/docstrings.py {folder}/corpus", "python corpus.py {folder}/corpus"
-    )
-    (tmp_path / "small.toml").write_text(text)
-    model = ["layers=1", "hidden=48", "vocab=512"]
-    stages = ["tokenizer", "prepare", "pretrain", "finetune"]
-    settings = ["tokenizer.tokenizer.size=512", "prepare.data.validation_fraction=0.1", "finetune.finetune.epochs=2"]
-    settings += [f"{stage}.model.{size}" for stage in stages for size in model]
-    settings += ["pretrain.training.steps=24", "pretrain.evaluate.interval=12", "pretrain.checkpoint.interval=12"]
-    command = [sys.executable, "-P", "-m", "torchllm", "pipeline", "small.toml", "--set", "folder=small"]
-    for setting in settings:
-        command += ["--set", setting]
-    environment = clean({"PYTHONPATH": str(ROOT)})
+    shutil.copytree(ROOT / "train_configs/pipeline", tmp_path / "train_configs/pipeline")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    scripts = tmp_path / "train_configs/pipeline"
+    for name, changes in SMALLER.items():
+        text = (scripts / "laptop" / name).read_text()
+        for old, new in changes.items():
+            assert old in text, old
+            text = text.replace(old, new)
+        (scripts / "laptop" / name).write_text(text)
+    script = (scripts / "laptop.sh").read_text()
+    (scripts / "laptop.sh").write_text(script.replace("--tokenizer.size=4096", "--tokenizer.size=512"))
+    environment = clean({"PYTHONPATH": str(ROOT), "PYTHON": sys.executable})
+    command = ["bash", str(scripts / "laptop.sh"), "small"]
     for _ in range(2):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("done earlier") == 8
     runs = tmp_path / "small"
     assert not (tmp_path / "runs").exists()
-    assert all(record.is_done for record in read_stage_records(runs).values())
     figures = Figures(**json.loads((runs / "evaluate/figures.json").read_text()))
     assert 0 <= figures.recalled < figures.trained
     assert 0 < figures.bits_after < figures.bits_before
