@@ -232,7 +232,7 @@ ASK_FOR_PARTS = {
     "models.attention": "options of attention, in its own file",
     "models.experts": "options of experts, in their own file",
     "models.parts": "modules of parts",
-    "tools.config.checks": "lora.rank, another section, and blocks of multi-token prediction",
+    "tools.config.rare_parts": "lora.rank, another section, and blocks of multi-token prediction",
     "tools.hub.files": "whether files have these blocks, which their config.json does not say",
 }
 
