@@ -24,9 +24,10 @@ from tests.patience import until
 from tests.s3 import s3_bucket
 from tests.tiny_run import ROOT
 from torchllm import config
-from torchllm.checkpoint import copies, remote
 from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint import remote
 from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.checkpoint.history import Copies
 from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError
 from torchllm.checkpoint.remote_owner import FOLDER, OwnerTiming
 from torchllm.checkpoint.verify import check_files
@@ -237,7 +238,7 @@ def test_a_second_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_url_nothing_is_copied(tmp_path: Path) -> None:
-    assert type(checkpoints(tmp_path, remote="")._copies) is copies.Copies
+    assert type(checkpoints(tmp_path, remote="")._copies) is Copies
 
 
 def _save_and_lose(folder: str, save: bool, url: str = "", variables: Mapping[str, str] | None = None) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from torchllm.config import Config, Data, MixtureStage, Parallel, Training
-from torchllm.config.stages import Progress, lengths, span_of, spans_of
+from torchllm.config.stages import Progress, span_of, spans_of
 from torchllm.tools.config.checks import problems
 from torchllm.tools.config.degrees import layout_problems
 from torchllm.tools.proof.layouts import with_settings
@@ -33,7 +33,7 @@ def test_a_stage_ends_with_the_first_step_that_reaches_its_tokens() -> None:
     assert spans_of(exact, CONFIG.training)[0].until == 2
     (plain,) = spans_of(Data(), TRAINING)
     assert (plain.key, plain.training, plain.after(20).tokens) == ("training", TRAINING, 20 * 8 * 32)
-    assert lengths(CONFIG.data, 32) == {
+    assert CONFIG.data.lengths(32) == {
         32: "training.sequence_length",
         16: "data.stage.0.sequence_length",
         64: "data.stage.2.sequence_length",

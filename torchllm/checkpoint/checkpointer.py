@@ -35,8 +35,7 @@ from torchllm.checkpoint.agreement import (
     size_of,
 )
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND, saves_in_background
-from torchllm.checkpoint.copies import Copies
-from torchllm.checkpoint.history import CheckpointHistory, Judgment
+from torchllm.checkpoint.history import CheckpointHistory, Copies, Judgment
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest

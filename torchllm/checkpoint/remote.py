@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, any_rank, on_all, on_first, rank_of, size_of
-from torchllm.checkpoint.copies import Copies
-from torchllm.checkpoint.history import folders_to_delete
+from torchllm.checkpoint.history import Copies, folders_to_delete
 from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError, DamagedCheckpoint, Manifest
 from torchllm.checkpoint.remote_owner import TIMING, NotOwner, OwnerTiming, RemoteOwner
 from torchllm.runtime.storage import RemoteFolder, StorageError

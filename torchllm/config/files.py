@@ -27,6 +27,11 @@ _KINDS = {
 }
 
 
+def is_url(path: str) -> bool:
+    """Return whether a path is the URL of a storage, and none of this machine."""
+    return "://" in path
+
+
 def check_regular(path: Path | str) -> int:
     """Return the size of a file in bytes. Raises OSError, also if it is no regular file; links are followed."""
     return _size_of(os.stat(path), path)

@@ -5,6 +5,7 @@ from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from torchllm.config.field_types import field_types, notes_on, plain_type
+from torchllm.config.files import is_url
 from torchllm.config.schema import Config, IsPath, Source
 
 C = TypeVar("C", bound=Config)
@@ -24,11 +25,6 @@ def same_path(saved: str, current: str) -> bool:
     if os.path.abspath(saved) == os.path.abspath(current):
         return True
     return not os.path.isabs(saved) and current.endswith(f"/{os.path.normpath(saved)}")
-
-
-def is_url(path: str) -> bool:
-    """Return whether a path is the URL of a storage, and none of this machine."""
-    return "://" in path
 
 
 def _absolute(annotated: Any, value: Any) -> Any:

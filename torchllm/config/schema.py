@@ -716,6 +716,19 @@ class Data:
     """raw sources larger than this many MiB are refused: tokenize them once with recipes/prepare.py"""
 
     @property
+    def changes_size(self) -> bool:
+        """Return whether a stage sets its batch size or its length."""
+        return any(stage.global_batch_size or stage.sequence_length for stage in self.stage)
+
+    def lengths(self, sequence_length: int) -> dict[int, str]:
+        """Return the lengths of all sequences, each with the first key that sets it; training.sequence_length first."""
+        keys = {sequence_length: "training.sequence_length"}
+        for index, stage in enumerate(self.stage):
+            if stage.sequence_length:
+                keys.setdefault(stage.sequence_length, f"data.stage.{index}.sequence_length")
+        return keys
+
+    @property
     def all_sources(self) -> dict[str, Source]:
         """Every source by its key: data.sources.0, and data.validation.0."""
         named = {f"data.sources.{index}": source for index, source in enumerate(self.sources)}

@@ -72,17 +72,3 @@ def span_of(spans: Sequence[StageSteps], step: int) -> StageSteps:
 def of_span(config: C, span: StageSteps) -> C:
     """Return the config of a run with the steps of one stage alone."""
     return replace(config, training=span.training, data=replace(config.data, stage=()))
-
-
-def changes_size(data: Data) -> bool:
-    """Return whether a stage sets its batch size or its length."""
-    return any(stage.global_batch_size or stage.sequence_length for stage in data.stage)
-
-
-def lengths(data: Data, sequence_length: int) -> dict[int, str]:
-    """Return the lengths of all sequences, each with the first key that sets it; training.sequence_length is first."""
-    keys = {sequence_length: "training.sequence_length"}
-    for index, stage in enumerate(data.stage):
-        if stage.sequence_length:
-            keys.setdefault(stage.sequence_length, f"data.stage.{index}.sequence_length")
-    return keys

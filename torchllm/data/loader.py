@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
-from torchllm.config.stages import Progress, StageSteps, changes_size, lengths, span_of
+from torchllm.config.stages import Progress, StageSteps, span_of
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
@@ -171,7 +171,7 @@ class TrainLoader:
         """by length"""
         self._sizes: dict[int, list[int]] = {}
         """sequences of each source, by `PlannedStage.length`"""
-        for other in lengths(self._data, length):
+        for other in self._data.lengths(length):
             cut = sources
             if other != length and self._data.packing == "best_fit":
                 from torchllm.data.best_fit import with_length  # most runs need none
@@ -238,7 +238,7 @@ class TrainLoader:
         training = span_of(self._spans, self._steps + 1).training
         batch = range(self._consumed, self._consumed + training.global_batch_size)
         if any(stage.end in batch for stage in self._limited.stages[:-1]):
-            size = f"; {_describe_size(training)}" * changes_size(self._data)
+            size = f"; {_describe_size(training)}" * self._data.changes_size
             log.info("data: from step %d on %s%s", self._steps + 1, self._describe_shares(batch[-1]), size)
         self._consumed += training.global_batch_size
         self._steps += 1
@@ -448,7 +448,7 @@ class TrainLoader:
                 lines.append(f"{self._names[index]}: leaves in step {step}, after {self._max_epochs[index]:g} epochs")
         if first_step > 1:
             lines.append(f"from step {first_step} on: {self._describe_shares(self._stages[-2].end)}")
-        for span in self._spans if changes_size(self._data) else ():
+        for span in self._spans if self._data.changes_size else ():
             lines.append(f"from step {span.before.steps + 1} on: {_describe_size(span.training)}")
         return lines
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torchllm.config import Data, Finetune, Model, Source, Training
 from torchllm.config.schema import RAW_KINDS
-from torchllm.config.stages import lengths
 from torchllm.data.corpus import SequenceSource, ShardStream
 from torchllm.data.error import DataError
 from torchllm.data.packing import DataRanks
@@ -108,7 +107,7 @@ def _prepare(data: Data, settings: ReaderSettings) -> list[str]:
     for source in sources:
         folders.append(reader_of(source.kind).prepare(source, settings))
         if data.packing == "best_fit":
-            for length in lengths(data, settings.sequence_length):
+            for length in data.lengths(settings.sequence_length):
                 _open_source(source, folders[-1], settings, length)  # counts the sequences
     return folders
 
@@ -129,7 +128,7 @@ def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[
         is_trained = key.startswith("data.sources")
         splits: tuple[Split, ...] = ("train",) if is_trained else ("train", "validation")
         by_length = []
-        for length, key_of_length in lengths(data if is_trained else Data(), settings.sequence_length).items():
+        for length, key_of_length in (data if is_trained else Data()).lengths(settings.sequence_length).items():
             by_length.append(_open_source(source, folder, settings, length))
             if not any(_count(by_length[-1], split, length, key_of_length) for split in splits):
                 raise DataError(

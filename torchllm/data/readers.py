@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torchllm.config import Data, Finetune, Source
-from torchllm.config.files import cache_root
-from torchllm.config.paths import is_url
+from torchllm.config.files import cache_root, is_url
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.error import DataError
 from torchllm.data.registry import READERS

@@ -23,7 +23,6 @@ from torch import Tensor
 from torchllm.config import Training
 from torchllm.config.applied_keys import applied, config_in_use, needs_state
 from torchllm.config.errors import UserError
-from torchllm.config.stages import changes_size
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.local_tensor import local_tensor
 
@@ -55,7 +54,7 @@ class ExpertBalance:
 
         Where it changes (`global_batch_size` or `sequence_length` of a data.stage), `begin_step` sets it.
         """
-        self.must_begin_steps = changes_size(config_in_use().data)
+        self.must_begin_steps = config_in_use().data.changes_size
         self.model = stages[0].model
         self.routers = find_routers(stages) if self.model.experts else {}
         """router by index of its block"""

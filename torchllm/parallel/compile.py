@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.config import Compile, Model, Recompute
 from torchllm.config.applied_keys import config_in_use
-from torchllm.config.stages import changes_size
 from torchllm.models.decoder import Block, Decoder
 from torchllm.models.experts import Experts, RoutedExperts, Router
 from torchllm.models.layers import RMSNorm, SwiGLU
@@ -35,7 +34,7 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
         # Torch would take a number that differs between kinds, such as the width of heads, or a length that differs
         # between stages, as one that varies at run time: slower kernels, and with tensor parallelism an error of its
         # compiler.
-        dynamic = False if stage.model.pattern or changes_size(config_in_use().data) else None
+        dynamic = False if stage.model.pattern or config_in_use().data.changes_size else None
         for module in stage.modules():
             if isinstance(module, RingAttention):
                 module.merge = torch.compile(module.merge)

@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchllm.config import Model
 from torchllm.config.applied_keys import config_in_use
 from torchllm.config.errors import UserError
-from torchllm.config.stages import lengths
 from torchllm.facts.parts.part import found
 from torchllm.facts.parts.registry import mixer
 from torchllm.models.attention import core_class
@@ -62,7 +61,7 @@ def apply_context_parallel(
     ring's kernel does not work on this device, or the ring would drop a fork's attention core.
     """
     sum_over_sequence(stage, mesh.get_group())
-    shortest = min(lengths(config_in_use().data, sequence_length))  # a piece of it may be too short for a core
+    shortest = min(config_in_use().data.lengths(sequence_length))  # a piece of it may be too short for a core
     shared = SharedSequences(mesh, method, dtype, shortest)
     for index, block in stage.layers.items():
         view = stage.model.of_block(int(index))

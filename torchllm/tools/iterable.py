@@ -18,7 +18,6 @@ import torch
 
 from torchllm.config import Data, Model, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
-from torchllm.config.stages import changes_size
 from torchllm.data.batch import Batch
 from torchllm.data.corpus import Window
 from torchllm.data.corpus_header import CorpusHeader
@@ -224,7 +223,7 @@ class IterableLoader:
         reads the trained examples again and skips them.
         """
         applied("data.document_mask", data.document_mask)
-        if changes_size(data):
+        if data.changes_size:
             raise DataError("data.stage: an iterable gives steps of one size: remove its batch sizes and lengths")
         self.skipped: dict[str, int] = {}
         self._training, self._ranks, self._document_mask = training, ranks, data.document_mask

@@ -8,9 +8,9 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 
-from torchllm.config.paths import is_url
+from torchllm.config.files import is_url
 from torchllm.config.schema import RAW_KINDS, Config, Data, Generate, Run, Source, Training
-from torchllm.config.stages import lengths, spans_of
+from torchllm.config.stages import spans_of
 from torchllm.facts.parts.part import WIDEST_HEAD, found
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import layout_problems
@@ -92,7 +92,7 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
     yield from _problems_if(model.block != "", "block_problems", config)
     if model.heads % model.kv:
         yield config_error("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
-    for length, key in lengths(config.data, config.training.sequence_length).items():
+    for length, key in config.data.lengths(config.training.sequence_length).items():
         if model.features.learned_positions and length > model.max_sequence_length:
             yield config_error(key, f"{length} is over model.max_sequence_length {model.max_sequence_length}")
     if model.rope_high_frequency_factor <= model.rope_low_frequency_factor:
@@ -142,7 +142,8 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
             )
     if any(source.kind == "nanogpt" for source in config.data.all_sources.values()):
         yield from _nanogpt_problems(config.data)
-    yield from _mixture_problems(config.data, config.training)
+    if config.data.stage:
+        yield from _mixture_problems(config.data, config.training)
     if len(config.data.fim_tokens) != 3:
         yield config_error("data.fim_tokens", "must be 3 names: of the tokens before prefix, suffix and middle")
     for index, source in enumerate(config.data.sources):

@@ -16,7 +16,7 @@ from torchllm.config.schema import (
     Training,
     gradient_accumulation,
 )
-from torchllm.config.stages import changes_size, lengths, of_span, spans_of
+from torchllm.config.stages import of_span, spans_of
 from torchllm.facts.parts.part import found
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.read import ConfigError, config_error, key_of_kind
@@ -31,7 +31,7 @@ def layout_problems(config: Config, world_size: int | None) -> list[ConfigError]
     `world_size` None: the number of ranks is unknown, and the product of the degrees is used.
     """
     result = _layout_problems(config, world_size)
-    return [*result, *_problems_of_stages(config, world_size, result)] if changes_size(config.data) else result
+    return [*result, *_problems_of_stages(config, world_size, result)] if config.data.changes_size else result
 
 
 def _problems_of_stages(config: Config, world_size: int | None, known: list[ConfigError]) -> Iterator[ConfigError]:
@@ -44,7 +44,7 @@ def _problems_of_stages(config: Config, world_size: int | None, known: list[Conf
                 other = "" if name == problem.path[-1] else f"{problem.key}: "
                 yield config_error(f"{span.key}.{name}", f"{other}{problem.message}")
     parallel, views = config.parallel, [of_kind.model for of_kind in config.of_kinds.values()]
-    (base, _), *others = lengths(config.data, config.training.sequence_length).items()
+    (base, _), *others = config.data.lengths(config.training.sequence_length).items()
     for length, key in others:
         if parallel.expert_dispatch == "optimistic":
             yield config_error(key, 'needs parallel.expert_dispatch = "exact": "optimistic" has buffers of one size')

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Model
-from torchllm.config.stages import changes_size
 from torchllm.tools.config.checks import model_problems
 from torchllm.tools.config.read import ConfigError, config_error, key_of_kind
 
@@ -139,7 +138,7 @@ def graph_problems(config: Config) -> Iterator[ConfigError]:
             config.model.experts,
             "experts get other numbers of tokens in each step, which the host notes",
         ),
-        "data.stage": (changes_size(config.data), "a stage has steps of another size"),
+        "data.stage": (config.data.changes_size, "a stage has steps of another size"),
         "data.document_mask": (config.data.document_mask, "each micro batch has another number of documents"),
         "float8.recipe": (config.float8.is_on, "the scales of float8 weights are made anew in each step"),
         "run.device": (config.run.device == "cpu", "a CPU has no CUDA graphs"),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchllm.config import Config, Model, Parallel, gradient_accumulation
-from torchllm.config.stages import StageSteps, changes_size, of_span, spans_of
+from torchllm.config.stages import StageSteps, of_span, spans_of
 from torchllm.facts.flops import recompute_interval
 from torchllm.facts.stages import stage_of_rank
 from torchllm.parallel.mesh import build_mesh
@@ -65,7 +65,7 @@ def dry_run(config: Config) -> None:
     stage = largest_stage(config)
     with signs_of_life("dry run"):
         report = examine(of_span(config, stage), "fork")  # nothing was computed: a fork need not import torch again
-    if changes_size(config.data):
+    if config.data.changes_size:
         report = report._replace(stage=stage.key)
     print(as_json(report) if config.run.json else as_text(report))
 

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.config.stages import changes_size
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
@@ -118,7 +117,7 @@ def why_unplanned(config: Config) -> str:
 def _stages_of_other_sizes(config: Config) -> str:
     """Return why a run with stages is not planned; "" if all of its steps have one size."""
     reason = "data.stage: a stage has another batch size or length, and the planner knows one size of a step"
-    return reason if changes_size(config.data) else ""
+    return reason if config.data.changes_size else ""
 
 
 def _cluster_of_run(config: Config) -> str:
