@@ -29,7 +29,7 @@ from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.order import DataOrder
 from torchllm.data.packing import pack_windows
-from torchllm.metrics.sinks import cut_position
+from torchllm.metrics.cut_lines import cut_position
 from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.block_mask import document_block_mask

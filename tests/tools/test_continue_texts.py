@@ -57,6 +57,7 @@ MODELS = {
         rope_scaling_factor=4.0,
         rope_original_length=16,
         rope_query_scale=0.7,
+        rope_theta=100.0,  # by the default one, texts of this model repeat a token
     ),
     "OLMo Hybrid": Model(
         **SIZES,

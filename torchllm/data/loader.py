@@ -330,6 +330,9 @@ class TrainLoader:
             "they are marked as suspect, and none of them is used when the run is started again"
         )
 
+    def keep_sources_of(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: forks of recipes/evaluate.py of version 0.2 call it."""
+
     def load_state(self, state: dict[str, Any], record: Mapping[str, Any] | None = None) -> None:
         """Continue from a saved state; O(1). record: record of its checkpoint; its config names the saved sources.
 

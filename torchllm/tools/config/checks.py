@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torchllm.config.files import is_url
 from torchllm.config.schema import RAW_KINDS, Config, Data, Generate, Run, Source, Training
-from torchllm.config.stages import spans_of
 from torchllm.facts.parts.part import WIDEST_HEAD, found
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import layout_problems
@@ -166,6 +165,8 @@ def _nanogpt_problems(data: Data) -> Iterator[ConfigError]:
 
 def _mixture_problems(data: Data, training: Training) -> Iterator[ConfigError]:
     """Check weights and ends of the stages."""
+    from torchllm.config.stages import spans_of  # of no use to runs without stages
+
     steps = training.steps
     for index, (stage, span) in enumerate(zip(data.stage, spans_of(data, training), strict=False)):
         key, until, before = span.key, span.until, span.before.steps

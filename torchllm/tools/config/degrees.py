@@ -16,7 +16,6 @@ from torchllm.config.schema import (
     Training,
     gradient_accumulation,
 )
-from torchllm.config.stages import of_span, spans_of
 from torchllm.facts.parts.part import found
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.read import ConfigError, config_error, key_of_kind
@@ -36,6 +35,8 @@ def layout_problems(config: Config, world_size: int | None) -> list[ConfigError]
 
 def _problems_of_stages(config: Config, world_size: int | None, known: list[ConfigError]) -> Iterator[ConfigError]:
     """Yield problems of stages with another batch size or length. known: without regard to stages."""
+    from torchllm.config.stages import of_span, spans_of  # as in checks.py
+
     for span, settings in zip(spans_of(config.data, config.training), config.data.stage, strict=True):
         for problem in _layout_problems(of_span(config, span), world_size):
             if problem not in known:
