@@ -63,6 +63,10 @@ def steps_in(folder: Path) -> list[int]:
     return [manifests.step_of(step) for step in manifests.step_folders(folder) if (step / MANIFEST).exists()]
 
 
+def wait_for_copy(folder: Path, step: int) -> None:
+    until(lambda: steps_in(folder / "copies")[:1] == [step])
+
+
 def test_a_run_goes_on_without_its_folder(tmp_path: Path) -> None:
     saving = checkpoints(tmp_path, 1.0)
     saving.save(5, {"position": 7})
@@ -200,7 +204,7 @@ def test_copies_are_kept_by_the_same_rules(tmp_path: Path) -> None:
     saving = checkpoints(tmp_path, keep=1, keep_every=4)
     for step in range(1, 7):
         saving.save(step, {})
-        until(lambda step=step: steps_in(tmp_path / "copies")[:1] == [step])  # type: ignore[misc]
+        wait_for_copy(tmp_path, step)
     saving.close()
     assert steps_in(tmp_path / "copies") == steps_in(tmp_path / "run/checkpoints")
     # A run that has lost its folder keeps the same ones.
@@ -210,7 +214,7 @@ def test_copies_are_kept_by_the_same_rules(tmp_path: Path) -> None:
     assert later.resume() is not None
     for step in (7, 8):
         later.save(step, {})
-        until(lambda step=step: steps_in(tmp_path / "copies")[:1] == [step])  # type: ignore[misc]
+        wait_for_copy(tmp_path, step)
     later.close()
     assert steps_in(tmp_path / "copies") == [8, 4]
 
@@ -219,7 +223,7 @@ def test_marks_are_copied(tmp_path: Path) -> None:
     saving = checkpoints(tmp_path)
     for step in (1, 2):
         saving.save(step, {})
-        until(lambda step=step: steps_in(tmp_path / "copies")[:1] == [step])  # type: ignore[misc]
+        wait_for_copy(tmp_path, step)
     saving.judge(Health(step=3, skipped=3, validation_loss=None, is_lost=True, problem=""))
     copied = {step for step in (1, 2) if (tmp_path / f"copies/step-0000000{step}" / SUSPECT).exists()}
     assert copied == {1, 2}  # at once: the run ends now
@@ -235,6 +239,22 @@ def test_a_second_run_is_refused(tmp_path: Path) -> None:
     first.close()
     Checkpointer(other, tmp_path / "other", [model], torch.optim.SGD(model.parameters(), lr=0.1)).close()
     assert json.loads((tmp_path / "copies" / FOLDER / "000002").read_text())["run"] == str(tmp_path / "other")
+
+
+def test_a_run_that_was_followed_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was suspended for long: the copies, of the same steps, are another run's by now."""
+    followed = checkpoints(tmp_path, 1.0)
+    followed.save(1, {})
+    wait_for_copy(tmp_path, 1)
+    before = {path: path.read_bytes() for path in (tmp_path / "copies/step-00000001").iterdir()}
+    (tmp_path / "copies" / FOLDER / "000002").write_text("{}")
+    followed.save(2, {})
+    followed.judge(Health(step=3, skipped=3, validation_loss=None, is_lost=True, problem=""))
+    followed.close()
+    assert "belongs to another run by now" in caplog.text
+    assert steps_in(tmp_path / "copies") == [1]
+    assert {path: path.read_bytes() for path in (tmp_path / "copies/step-00000001").iterdir()} == before
+    assert not (tmp_path / "copies/step-00000002").exists()
 
 
 def test_without_a_url_nothing_is_copied(tmp_path: Path) -> None:

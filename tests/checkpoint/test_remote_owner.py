@@ -1,13 +1,14 @@
 """Two runs, one URL: threads stand for the runs."""
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from torchllm.checkpoint.remote_owner import FOLDER, NotOwner, OwnerTiming, RemoteOwner
+from torchllm.checkpoint.remote_owner import FOLDER, NotOwner, OwnerTiming, RemoteOwner, check_owner
 from torchllm.runtime.storage import RemoteFolder
 
 FAST = OwnerTiming(beat=0.02, limit=0.6, look=0.05)
@@ -28,12 +29,12 @@ def test_a_living_owner_keeps_the_url(storage: RemoteFolder, tmp_path: Path) -> 
         NotOwner, match=r"in use by the run .*/first on .*, since .*: name another URL, or end that run"
     ):
         RemoteOwner(storage, run(tmp_path, "second"), FAST)
-    first.check()
+    check_owner(storage, first.number)
     first.release()
     second = RemoteOwner(storage, run(tmp_path, "second"), FAST)
     with pytest.raises(NotOwner, match="belongs to another run by now"):
-        first.check()
-    second.check()
+        check_owner(storage, first.number)
+    check_owner(storage, second.number)
     second.release()
 
 
@@ -53,7 +54,7 @@ def test_a_dead_owner_is_followed(storage: RemoteFolder, tmp_path: Path) -> None
     next_owner = RemoteOwner(storage, run(tmp_path, "second"), FAST)
     assert json.loads(storage.read(f"{FOLDER}/000002"))["run"] == str(tmp_path / "second")
     with pytest.raises(NotOwner):
-        dead.check()
+        check_owner(storage, dead.number)
     next_owner.release()
 
 
@@ -76,3 +77,18 @@ def test_one_of_several_runs_succeeds(storage: RemoteFolder, tmp_path: Path) -> 
     assert len(owners) == 1
     assert len(refused) == 3
     owners[0].release()
+
+
+def test_the_copy_of_a_run_folder_is_another_run(storage: RemoteFolder, tmp_path: Path) -> None:
+    first = RemoteOwner(storage, run(tmp_path, "first"), FAST)
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    with pytest.raises(NotOwner, match="in use by the run"):
+        RemoteOwner(storage, run(tmp_path, "second"), FAST)
+    first.release()
+
+
+def test_an_owner_that_cannot_be_read_is_waited_for(storage: RemoteFolder, tmp_path: Path) -> None:
+    storage.put(f"{FOLDER}/000001", b'{"non')  # it was killed while it wrote
+    owner = RemoteOwner(storage, run(tmp_path, "second"), FAST)
+    assert owner.number == 2
+    owner.release()

@@ -22,7 +22,7 @@ from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, any_rank, on_all, on_first, rank_of, size_of
 from torchllm.checkpoint.history import Copies, folders_to_delete
 from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError, DamagedCheckpoint, Manifest
-from torchllm.checkpoint.remote_owner import TIMING, NotOwner, OwnerTiming, RemoteOwner
+from torchllm.checkpoint.remote_owner import TIMING, NotOwner, OwnerTiming, RemoteOwner, check_owner
 from torchllm.runtime.storage import RemoteFolder, StorageError
 
 logger = logging.getLogger(__name__)
@@ -76,10 +76,11 @@ class RemoteCopies(Copies):
         self._owner: RemoteOwner | None = None
         """on rank 0"""
 
-        def take() -> None:
+        def take() -> int:
             self._owner = RemoteOwner(self._storage, root, timing)
+            return self._owner.number
 
-        on_first(group, take)
+        self._check_owner = partial(check_owner, self._storage, on_first(group, take))
         self._closing = threading.Event()
         self._marked: set[Path] = set()
         """marks that have been copied"""
@@ -92,7 +93,7 @@ class RemoteCopies(Copies):
         while job := self._jobs.get():
             try:
                 job()
-            except Exception:
+            except Exception:  # a bug: without this thread all later checkpoints would stay uncopied in silence
                 logger.exception("an error in copying checkpoints; training goes on")
 
     # What a resumed run reads
@@ -153,7 +154,7 @@ class RemoteCopies(Copies):
         for mark in self._new_marks():
             try:
                 self._copy_mark(mark)
-            except StorageError as error:
+            except (StorageError, NotOwner) as error:
                 logger.error("the mark %s is not copied: %s", mark, error)
 
     def close(self) -> None:
@@ -177,6 +178,7 @@ class RemoteCopies(Copies):
         steps = [partial(self._storage.upload, folder / name, f"{folder.name}/{name}") for name in self._share(names)]
         if self._owner is not None:
             steps = [partial(self._make_way, folder), *steps, partial(self._complete, folder)]
+        steps.insert(0, self._check_owner)  # or this rank would write over the files of a run that has followed
         if all(self._until_done(folder, step) for step in steps):
             self._copy_marks()
 
@@ -190,14 +192,13 @@ class RemoteCopies(Copies):
 
     def _complete(self, folder: Path) -> None:
         """Write the manifest of a copy, and delete old copies. Raises Incomplete while other ranks are copying."""
-        assert self._owner is not None
+        self._check_owner()
         there = self._storage.sizes(folder.name)
         files = manifests.read_manifest(folder).files
         missing = [name for name, record in files.items() if there.get(name) != record.size]
         if missing:
             raise Incomplete(f"{len(missing)} of {len(files)} files are not there yet")
         if MANIFEST not in there:
-            self._owner.check()
             self._storage.put(f"{folder.name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
             logger.info("copied %s to %s", folder.name, self._storage.url)
         self._delete_old()
@@ -230,6 +231,7 @@ class RemoteCopies(Copies):
         return [mark for mark in marks if mark not in self._marked and mark.exists()]
 
     def _copy_mark(self, mark: Path) -> None:
+        self._check_owner()
         self._storage.upload(mark, f"{mark.parent.name}/{mark.name}")
         self._marked.add(mark)
 

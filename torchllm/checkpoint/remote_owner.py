@@ -4,8 +4,8 @@
     URL/owner/000001.count     how often the owner has counted, or "released"
 
 A run takes the next number by an object that is put if absent: of several runs one succeeds. Its nonce stays in the run
-folder, whose lease only one job has, so a run that starts again is the owner at once. Another run watches the count: if
-it changes within `OwnerTiming.limit` seconds, the URL is refused, else it is free; hosts' clocks do not matter.
+folder, whose lease only one job has, so a run that starts again there is the owner at once. Another run watches the
+count: if it changes within `OwnerTiming.limit` seconds, the URL is refused, else free; hosts' clocks do not matter.
 """
 
 import json
@@ -17,12 +17,13 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+from torchllm.checkpoint import manifest as manifests
 from torchllm.config.errors import UserError
 from torchllm.runtime.storage import RemoteFolder, StorageError
 
 FOLDER = "owner"
-NONCE = "remote.json"
-"""in the run's `checkpoints/`: the nonce of this run, by URL"""
+NONCE = "owner"
+"""in the run's `checkpoints/`: the nonce of this run"""
 RELEASED = b"released"
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,17 @@ class NotOwner(UserError):
     """Another run copies its checkpoints to this URL."""
 
 
+def newest_owner(storage: RemoteFolder) -> int:
+    """Return the number of the owner of a URL; 0 if there was none."""
+    return max((int(name) for name in storage.sizes(FOLDER) if name.isdecimal()), default=0)
+
+
+def check_owner(storage: RemoteFolder, number: int) -> None:
+    """Raise NotOwner if the owner of this number has been followed by another run."""
+    if newest_owner(storage) != number:
+        raise NotOwner(f"{storage.url} belongs to another run by now: no checkpoint is copied any more")
+
+
 class RemoteOwner:
     """This run as the owner of a URL; a thread counts until `release`."""
 
@@ -53,38 +65,42 @@ class RemoteOwner:
         """Take the URL for the run with the step folders in `root`. Raises NotOwner, or StorageError."""
         self._storage = storage
         self._timing = timing
-        self._number = self._take(root)
+        self.number = self._take(root)
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._count, name="checkpoint-owner", daemon=True)
         self._thread.start()
 
     def _take(self, root: Path) -> int:
-        url = self._storage.url
-        nonce = read_nonce(root, url)
-        newest = self._newest()
+        identity = {"nonce": nonce_of(root), "run": str(root.parent)}  # a copied run folder has the same nonce
+        newest = newest_owner(self._storage)
         if newest:
-            owner = json.loads(self._storage.read(f"{FOLDER}/{newest:06d}"))
-            if owner["nonce"] == nonce:
+            owner = self._read(newest)
+            if owner is not None and identity.items() <= owner.items():
                 return newest
             self._wait_for_end(newest, owner)
-        nonce = nonce or uuid.uuid4().hex
-        owner = {"nonce": nonce, "run": str(root.parent), "host": socket.gethostname(), "since": time.ctime()}
-        if not self._storage.put_if_absent(f"{FOLDER}/{newest + 1:06d}", json.dumps(owner).encode()):
-            raise NotOwner(f"checkpoint.remote = {url!r}: another run has just taken it")
-        write_nonce(root, url, nonce)
+        content = json.dumps(identity | {"host": socket.gethostname(), "since": time.ctime()})
+        if not self._storage.put_if_absent(f"{FOLDER}/{newest + 1:06d}", content.encode()):
+            raise NotOwner(f"checkpoint.remote = {self._storage.url!r}: another run has just taken it")
         return newest + 1
 
-    def _newest(self) -> int:
-        return max((int(name) for name in self._storage.sizes(FOLDER) if name.isdecimal()), default=0)
+    def _read(self, number: int) -> dict[str, str] | None:
+        """Return what an owner wrote; None if that is no JSON, as after a kill while it was written to a disk."""
+        try:
+            owner: dict[str, str] = json.loads(self._storage.read(f"{FOLDER}/{number:06d}"))
+        except ValueError:
+            return None
+        return owner
 
     def _counted(self, number: int) -> bytes:
         name = f"{number:06d}.count"
         return self._storage.read(f"{FOLDER}/{name}") if name in self._storage.sizes(FOLDER) else b""
 
-    def _wait_for_end(self, number: int, owner: dict[str, str]) -> None:
+    def _wait_for_end(self, number: int, owner: dict[str, str] | None) -> None:
         """Return when an owner has released the URL, or has not counted for too long; else raise NotOwner."""
         url = self._storage.url
-        who = f"the run {owner['run']} on {owner['host']}, since {owner['since']}"
+        who = "an unknown run"
+        if owner is not None:
+            who = f"the run {owner['run']} on {owner['host']}, since {owner['since']}"
         before = self._counted(number)
         if before == RELEASED:
             return
@@ -98,18 +114,12 @@ class RemoteOwner:
             if now != before:
                 raise NotOwner(f"checkpoint.remote = {url!r} is in use by {who}: name another URL, or end that run")
 
-    def check(self) -> None:
-        """Raise NotOwner if another run has taken the URL, because this one was suspended for too long."""
-        newest = self._newest()
-        if newest != self._number:
-            raise NotOwner(f"{self._storage.url} belongs to another run by now: no checkpoint is copied any more")
-
     def _count(self) -> None:
         count = 0
         while not self._released.is_set():
             count += 1
             try:
-                self._storage.put(f"{FOLDER}/{self._number:06d}.count", f"{count} {uuid.uuid4().hex}".encode())
+                self._storage.put(f"{FOLDER}/{self.number:06d}.count", f"{count} {uuid.uuid4().hex}".encode())
             except StorageError as error:
                 logger.warning("%s", error)  # it is tried again at the next count
             self._released.wait(self._timing.beat)
@@ -118,19 +128,13 @@ class RemoteOwner:
         """Give the URL back, for any other run."""
         self._released.set()
         self._thread.join()
-        self._storage.put(f"{FOLDER}/{self._number:06d}.count", RELEASED)
+        self._storage.put(f"{FOLDER}/{self.number:06d}.count", RELEASED)
 
 
-def read_nonce(root: Path, url: str) -> str:
-    """Return the nonce with which the run copied to this URL before; "" if it did not."""
-    try:
-        stored = json.loads((root / NONCE).read_bytes())
-    except (OSError, ValueError):
-        return ""
-    nonce: str = stored.get(url, "")
-    return nonce
-
-
-def write_nonce(root: Path, url: str, nonce: str) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    (root / NONCE).write_text(json.dumps({url: nonce}), encoding="utf-8")
+def nonce_of(root: Path) -> str:
+    """Return the nonce of the run with the step folders in `root`, which its first start makes."""
+    file = root / NONCE
+    if not file.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        manifests.write_file(file, uuid.uuid4().hex.encode())
+    return file.read_text(encoding="utf-8")

@@ -346,14 +346,14 @@ class Corpus(ShardStream):
             return
         from torchllm.data.remote_shards import fetch
 
-        blocks = []
+        wanted: dict[int, set[int]] = {}
         for number in numbers:
             for shard, _, tokens in self._ranges(split, number * length, (number + 1) * length + 1):
                 size = self._size(split, shard)
                 ids = range(tokens.start * size.id_bytes, tokens.stop * size.id_bytes)
                 index = range(size.index_offset, size.targets_offset)
-                blocks += [(self._open_file(split, shard), block) for part in (ids, index) for block in blocks_of(part)]
-        fetch(blocks)
+                wanted.setdefault(shard, set()).update(blocks_of(ids), blocks_of(index))
+        fetch([(self._open_file(split, shard), blocks) for shard, blocks in wanted.items()])
 
     def _checksums(self, split: Split, number: int, changed_ns: int) -> Checksums | None:
         """Return the checks of a shard's file with this ctime; None if it is verified."""

@@ -14,9 +14,9 @@ import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from torchllm.data.checked_file import BLOCK, CheckedFile, CorpusFile, FindChecksums, blocks_of, damaged_blocks
@@ -87,7 +87,6 @@ class RemoteFile(CheckedFile):
         self.changed_ns = 0
         self._url = url
         self._checksums = find_checksums(0)
-        file.path.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -103,7 +102,7 @@ class RemoteFile(CheckedFile):
         except FileNotFoundError:
             content = b""
         if not self._is_right(number, content):  # missing, or damaged on this disk
-            content = self._read_remote(number)
+            content = self._read_remote(number, WAITS)
             if not self._is_right(number, content):
                 raise damaged_blocks(self.file, [number])
             self._keep(number, content)
@@ -113,17 +112,17 @@ class RemoteFile(CheckedFile):
         assert self._checksums is not None  # only files that were verified whole have none
         return zlib.crc32(content) == self._checksums.sums[number] and len(content) == len(self.file.block(number))
 
-    def _read_remote(self, number: int) -> bytes:
+    def _read_remote(self, number: int, waits: Sequence[float]) -> bytes:
+        """Read a block from the storage, again after each of `waits` seconds. Raises DataError."""
         where = self.file.block(number)
-        for wait in (*WAITS, None):
-            try:
-                return _storage_of(self._url, os.getpid()).read(self.file.path.name, where.start, where.stop)
-            except StorageError as error:
-                if wait is None:
-                    raise DataError(str(error)) from error
-                log.warning("%s; trying again in %.0f s", error, wait)
-                time.sleep(wait)
-        raise AssertionError
+        try:
+            return _storage_of(self._url, os.getpid()).read(self.file.path.name, where.start, where.stop)
+        except StorageError as error:
+            if not waits:
+                raise DataError(str(error)) from error
+            log.warning("%s; trying again in %.0f s", error, waits[0])
+            time.sleep(waits[0])
+        return self._read_remote(number, waits[1:])
 
     def _keep(self, number: int, content: bytes) -> None:
         """Write a block into the cache. Where that fails, as on a full disk, the block is read again next time."""
@@ -131,6 +130,7 @@ class RemoteFile(CheckedFile):
         try:
             if RemoteFile.written % BETWEEN_LOOKS == 1:
                 make_room(self.file.path.parent)
+            self.file.path.mkdir(exist_ok=True)
             write_whole(self._path(number), content)
         except OSError as error:
             log.warning("%s: the cache cannot be written, training goes on: %s", self.file.path, error.strerror)
@@ -148,13 +148,15 @@ class RemoteFile(CheckedFile):
         """`read_block` checks."""
 
 
-def fetch(blocks: Iterable[tuple[CheckedFile, int]]) -> None:
+def fetch(wanted: Iterable[tuple[CheckedFile, Iterable[int]]]) -> None:
     """Read the blocks of files that are missing into the cache, several at a time. Raises DataError."""
-    files = {(file.file.path, block): file for file, block in blocks if isinstance(file, RemoteFile)}
-    missing = [(file, block) for (_, block), file in files.items() if not file.has(block)]
+    missing = []
+    for file, blocks in wanted:
+        assert isinstance(file, RemoteFile)
+        missing += [partial(file.read_block, block) for block in blocks if not file.has(block)]
     if missing:
         with ThreadPoolExecutor(min(READ_AT_ONCE, len(missing))) as pool:
-            list(pool.map(lambda item: item[0].read_block(item[1]), missing))
+            list(pool.map(lambda read: read(), missing))
 
 
 def make_room(folder: Path) -> None:

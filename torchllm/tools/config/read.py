@@ -43,8 +43,8 @@ def config_error(key: str, message: str) -> ConfigError:
     return ConfigError(tuple(key.split(".")), message)
 
 
-GONE = {("data", "pattern")}
-"""keys that config.toml of earlier runs has; they have no effect"""
+GONE = {("data", "pattern"): "llama3"}
+"""keys that config.toml of every earlier run has, and their default, which has no effect"""
 
 
 def key_of_kind(config: Config, path: str, name: str) -> str:
@@ -76,7 +76,7 @@ class _TableReader:
         for key, value in table.items():
             key_path = (*path, key)
             if key not in types:
-                if key_path not in GONE:
+                if key_path not in GONE or value != GONE[key_path]:
                     self.report_unknown(kind, key_path, value)
                 continue
             result = self.read_value(types[key], value, key_path)
