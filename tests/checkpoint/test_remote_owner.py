@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.checkpoint.remote_owner import FOLDER, NotOwner, OwnerTiming, RemoteOwner, check_owner
+from torchllm.checkpoint.remote_owner import FOLDER, NotOwner, OwnerTiming, RemoteOwner, refuse_followed
 from torchllm.runtime.storage import RemoteFolder
 
 FAST = OwnerTiming(beat=0.02, limit=0.6, look=0.05)
@@ -29,12 +29,12 @@ def test_a_living_owner_keeps_the_url(storage: RemoteFolder, tmp_path: Path) -> 
         NotOwner, match=r"in use by the run .*/first on .*, since .*: name another URL, or end that run"
     ):
         RemoteOwner(storage, run(tmp_path, "second"), FAST)
-    check_owner(storage, first.number)
+    refuse_followed(storage, first.number)
     first.release()
     second = RemoteOwner(storage, run(tmp_path, "second"), FAST)
     with pytest.raises(NotOwner, match="belongs to another run by now"):
-        check_owner(storage, first.number)
-    check_owner(storage, second.number)
+        refuse_followed(storage, first.number)
+    refuse_followed(storage, second.number)
     second.release()
 
 
@@ -54,7 +54,7 @@ def test_a_dead_owner_is_followed(storage: RemoteFolder, tmp_path: Path) -> None
     next_owner = RemoteOwner(storage, run(tmp_path, "second"), FAST)
     assert json.loads(storage.read(f"{FOLDER}/000002"))["run"] == str(tmp_path / "second")
     with pytest.raises(NotOwner):
-        check_owner(storage, dead.number)
+        refuse_followed(storage, dead.number)
     next_owner.release()
 
 

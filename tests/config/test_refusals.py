@@ -117,6 +117,10 @@ ONE_LINE: dict[str, tuple[str, str]] = {
         "[model]\npattern = ['']\n[model.kinds.'']\nwindow = 8",
         'x.toml:3: model.kinds."": is no name of a kind: use letters, digits, _ and -',
     ),
+    "key that is gone, but for its default in config.toml of earlier runs": (
+        "[data]\npattern = 'gpt2'",
+        "x.toml:2: data.pattern: unknown key; did you mean model.pattern?",
+    ),
     "pattern that is longer than the model": (
         "[model]\nlayers = 2\npattern = ['a', 'a', 'a']\n[model.kinds.a]",
         "x.toml:3: model.pattern: has 3 blocks, more than model.layers = 2",

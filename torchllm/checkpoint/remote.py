@@ -22,7 +22,7 @@ from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, any_rank, on_all, on_first, rank_of, size_of
 from torchllm.checkpoint.history import Copies, folders_to_delete
 from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError, DamagedCheckpoint, Manifest
-from torchllm.checkpoint.remote_owner import TIMING, NotOwner, OwnerTiming, RemoteOwner, check_owner
+from torchllm.checkpoint.remote_owner import TIMING, NotOwner, OwnerTiming, RemoteOwner, refuse_followed
 from torchllm.runtime.storage import RemoteFolder, StorageError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class RemoteCopies(Copies):
             self._owner = RemoteOwner(self._storage, root, timing)
             return self._owner.number
 
-        self._check_owner = partial(check_owner, self._storage, on_first(group, take))
+        self._refuse_followed = partial(refuse_followed, self._storage, on_first(group, take))
         self._closing = threading.Event()
         self._marked: set[Path] = set()
         """marks that have been copied"""
@@ -178,7 +178,7 @@ class RemoteCopies(Copies):
         steps = [partial(self._storage.upload, folder / name, f"{folder.name}/{name}") for name in self._share(names)]
         if self._owner is not None:
             steps = [partial(self._make_way, folder), *steps, partial(self._complete, folder)]
-        steps.insert(0, self._check_owner)  # or this rank would write over the files of a run that has followed
+        steps.insert(0, self._refuse_followed)  # or this rank would write over the files of a run that has followed
         if all(self._until_done(folder, step) for step in steps):
             self._copy_marks()
 
@@ -192,7 +192,7 @@ class RemoteCopies(Copies):
 
     def _complete(self, folder: Path) -> None:
         """Write the manifest of a copy, and delete old copies. Raises Incomplete while other ranks are copying."""
-        self._check_owner()
+        self._refuse_followed()
         there = self._storage.sizes(folder.name)
         files = manifests.read_manifest(folder).files
         missing = [name for name, record in files.items() if there.get(name) != record.size]
@@ -231,7 +231,7 @@ class RemoteCopies(Copies):
         return [mark for mark in marks if mark not in self._marked and mark.exists()]
 
     def _copy_mark(self, mark: Path) -> None:
-        self._check_owner()
+        self._refuse_followed()
         self._storage.upload(mark, f"{mark.parent.name}/{mark.name}")
         self._marked.add(mark)
 

@@ -52,7 +52,7 @@ def newest_owner(storage: RemoteFolder) -> int:
     return max((int(name) for name in storage.sizes(FOLDER) if name.isdecimal()), default=0)
 
 
-def check_owner(storage: RemoteFolder, number: int) -> None:
+def refuse_followed(storage: RemoteFolder, number: int) -> None:
     """Raise NotOwner if the owner of this number has been followed by another run."""
     if newest_owner(storage) != number:
         raise NotOwner(f"{storage.url} belongs to another run by now: no checkpoint is copied any more")
@@ -98,9 +98,7 @@ class RemoteOwner:
     def _wait_for_end(self, number: int, owner: dict[str, str] | None) -> None:
         """Return when an owner has released the URL, or has not counted for too long; else raise NotOwner."""
         url = self._storage.url
-        who = "an unknown run"
-        if owner is not None:
-            who = f"the run {owner['run']} on {owner['host']}, since {owner['since']}"
+        who = f"the run {owner['run']} on {owner['host']}, since {owner['since']}" if owner else "an unknown run"
         before = self._counted(number)
         if before == RELEASED:
             return

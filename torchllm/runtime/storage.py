@@ -108,12 +108,11 @@ class RemoteFolder:
 
     def upload(self, file: Path, name: str) -> None:
         """Copy a local file to an object, over an older one. Raises FileNotFoundError if the local file has gone."""
+        if not file.exists():
+            raise FileNotFoundError(str(file))
         with self._naming("write", name):
             self._make_folder_of(name)
-            if file.exists():
-                self._system.put_file(str(file), self._join(name))
-                return
-        raise FileNotFoundError(str(file))
+            self._system.put_file(str(file), self._join(name))
 
     def download(self, name: str, file: Path) -> None:
         """Copy an object to a local file."""
