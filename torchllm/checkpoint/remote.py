@@ -16,10 +16,9 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint.agreement import Group, any_rank, on_all, on_first, rank_of, size_of
+from torchllm.checkpoint.agreement import Group, any_rank, log_on_first, on_all, on_first, rank_of, size_of
 from torchllm.checkpoint.history import Copies, folders_to_delete
 from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError, DamagedCheckpoint, Manifest
 from torchllm.checkpoint.remote_owner import TIMING, NotOwner, OwnerTiming, RemoteOwner, refuse_followed
@@ -34,14 +33,6 @@ MOST = 3
 
 class Incomplete(Exception):
     """Not all ranks have copied their share."""
-
-
-class Fetched(NamedTuple):
-    """A step folder that is being copied here."""
-
-    temporary: Path
-    names: list[str]
-    """of its files"""
 
 
 def growing_waits(first: float = 1.0, longest: float = 60.0) -> Iterator[float]:
@@ -119,25 +110,22 @@ class RemoteCopies(Copies):
         if folder.parent != self._root or on_first(self._group, folder.exists):
             return
 
-        def begin() -> Fetched:
-            manifest = self._manifest_of(folder)
-            needed = sum(record.size for record in manifest.files.values())
-            temporary = manifests.make_temporary(self._root, manifest.step, needed)
-            assert temporary is not None  # the folder does not exist
-            logger.info("copying %s from %s: %.1f GiB", folder.name, self._storage.url, needed / 2**30)
-            return Fetched(temporary, sorted(manifest.files))
+        manifest = on_first(self._group, partial(self._manifest_of, folder))
+        needed = sum(record.size for record in manifest.files.values())
+        log_on_first(self._group, f"copying {folder.name} from {self._storage.url}: {needed / 2**30:.1f} GiB")
+        temporary = on_first(self._group, partial(manifests.make_temporary, self._root, manifest.step, needed))
+        assert temporary is not None  # the folder does not exist
 
         def copy() -> None:
-            for name in self._share(fetched.names):
-                self._storage.download(f"{folder.name}/{name}", fetched.temporary / name)
-                manifests.sync(fetched.temporary / name)
+            for name in self._share(sorted(manifest.files)):
+                self._storage.download(f"{folder.name}/{name}", temporary / name)
+                manifests.sync(temporary / name)
 
         def publish() -> None:
             if self._storage.exists(f"{folder.name}/{PROVEN}"):
-                self._storage.download(f"{folder.name}/{PROVEN}", fetched.temporary / PROVEN)
-            manifests.publish(fetched.temporary, folder, self._manifest_of(folder))
+                self._storage.download(f"{folder.name}/{PROVEN}", temporary / PROVEN)
+            manifests.publish(temporary, folder, manifest)
 
-        fetched = on_first(self._group, begin)
         on_all(self._group, copy)
         on_first(self._group, publish)
 

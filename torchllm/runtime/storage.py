@@ -97,11 +97,16 @@ class RemoteFolder:
             self._system.pipe_file(self._join(name), content)
 
     def put_if_absent(self, name: str, content: bytes) -> bool:
-        """Write an object whole if there is none of this name: of several writers exactly one is told True."""
+        """Write an object if there is none of this name: of several writers exactly one is told True, on file systems
+        and in S3. FOOTGUN: where a protocol's package has no such call (sftp), fsspec looks first, and two may be."""
         try:
             with self._naming("write", name, FileExistsError):
                 self._make_folder_of(name)
-                self._system.pipe_file(self._join(name), content, mode="create")
+                if self._has_folders:  # there fsspec's own call looks first, too
+                    with self._system.open(self._join(name), "xb") as file:
+                        file.write(content)
+                else:
+                    self._system.pipe_file(self._join(name), content, mode="create")
         except FileExistsError:
             return False
         return True
@@ -133,9 +138,13 @@ class RemoteFolder:
     def _join(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path
 
+    @property
+    def _has_folders(self) -> bool:
+        return "file" in self._system.protocol
+
     def _make_folder_of(self, name: str) -> None:
         """Make the folder of an object where storage has folders; in buckets they are parts of names."""
-        if self._system.protocol in ("file", ("file", "local")):
+        if self._has_folders:
             self._system.makedirs(self._join(name).rpartition("/")[0], exist_ok=True)
 
     @contextmanager
