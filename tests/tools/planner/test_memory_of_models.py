@@ -34,6 +34,7 @@ SMALLEST = 2**29
 
 
 OTHERS = ("whole logits", "document mask", "LoRA")
+WHOLE = ("whole logits", "no mask", "all weights")
 TIED = ("ZeRO 3", "one micro batch", "logits in chunks", "document mask")
 
 
@@ -85,6 +86,10 @@ TERMS: dict[str, tuple[Choice, float]] = {
     "tied root stays gathered; gradients of weights put off": (
         Choice("qwen3_0.6b", ("selective", "tp 2", "ulysses 2", "pp 2, zero bubble", *TIED, "all weights")),
         0.03,
+    ),
+    "tied root gathered again, with one micro batch less in flight": (
+        Choice("llama3_3b", ("none", "tp 1", "cp 1", "pp 2", "ZeRO 3", "micro batches", *WHOLE)),
+        0.005,
     ),
     "frozen tied head, its gradient in the forward": (
         Choice("qwen3_0.6b", ("every_k", "tp 4", "ulysses 2", "pp 1", *TIED, "LoRA")),

@@ -182,9 +182,12 @@ def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOf
     if stage.last:
         deferred = _deferred(rank, stage, memory, 0, kind)
         yield from _loss_backward(rank, memory, gradient, rank.last_block(stage), deferred)
-    if rank.root_of(stage) and _has_two_in_flight(rank, stage):  # a backward after a backward gathers the root again
+    if rank.root_of(stage) and _has_two_in_flight(rank, stage):
+        # A backward after a backward gathers the root again, with one micro batch less in flight: a backward after a
+        # forward finds it gathered.
         ahead = rank.block_parameters(stage, max(0, stage.blocks - 1 - rank.parallel.prefetch), stage.blocks)
-        yield Memory(gathered=rank.per_use * (2 * rank.root_of(stage) + ahead.whole))
+        gathered = rank.per_use * (2 * rank.root_of(stage) + ahead.whole)
+        yield Memory(gathered=gathered, activations=-memory.held, logits=-memory.logits)
     last_of_views = [stage.blocks - 1 - stage.last_of(view) for view in set(stage.views)]
     for finished in sorted({0, 1, *last_of_views, stage.blocks - 1}):
         if 0 <= finished < stage.blocks:
