@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.parity import fill_updates, tiny
 from torchllm.checkpoint.state import holds_all_weights
-from torchllm.config import Config
+from torchllm.config import Config, Kinds
 from torchllm.config.errors import UserError
 from torchllm.config.schema import Lora
 from torchllm.facts.flops import target_shapes, trained_parameter_count
@@ -19,6 +19,8 @@ from torchllm.models.frozen import check_trained
 from torchllm.models.lora import UpdatedLinear, apply_lora, merge_update
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.parallel.initialize import initialize
+from torchllm.tools.config.checks import problems
+from torchllm.tools.proof.layouts import Settings, with_settings
 
 CONFIG = tiny({"lora.rank": 3, "lora.alpha": 12.0})
 CPU = torch.device("cpu")
@@ -60,9 +62,14 @@ def test_a_merged_update_is_the_update() -> None:
     assert (logits - built(CONFIG)(TOKENS, POSITIONS)).abs().max() > 1e-2 * logits.abs().max()
 
 
+VALUELESS = {"model.pattern": ("shared", "full"), "model.kinds": Kinds(shared={"keys_as_values": True}, full={})}
+"""two kinds of blocks, of which one lacks a matrix of lora.targets"""
+
+
+@pytest.mark.parametrize("kinds", [{}, VALUELESS], ids=["one kind", "two kinds"])
 @pytest.mark.parametrize("targets", [CONFIG.lora.targets, ("v_proj", "down_proj")])
-def test_only_the_updates_are_trained(targets: tuple[str, ...]) -> None:
-    config = replace(CONFIG, lora=replace(CONFIG.lora, targets=targets))
+def test_only_the_updates_are_trained(targets: tuple[str, ...], kinds: Settings) -> None:
+    config = with_settings(CONFIG, {"lora.targets": targets, **kinds})
     model = built(config, torch.bfloat16)
     for name, parameter in parameters(model).items():
         assert parameter.requires_grad == is_low_rank_factor(name), name
@@ -80,6 +87,13 @@ def test_the_table_of_targets_has_the_shapes_of_the_model() -> None:
     block = build_model(CONFIG.model).layers["0"]
     linears = {name.split(".")[-1]: layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear)}
     assert {name: tuple(layer.weight.shape) for name, layer in linears.items()} == target_shapes(CONFIG.model)
+
+
+def test_a_matrix_that_some_kind_of_blocks_has_is_a_target() -> None:
+    config = with_settings(CONFIG, VALUELESS)
+    assert not list(problems(config, 1))
+    without = with_settings(CONFIG, {"model.keys_as_values": True})
+    assert [problem.key for problem in problems(without, 1)] == ["lora.targets"]
 
 
 def test_a_model_that_is_not_frozen_is_an_error() -> None:

@@ -129,12 +129,19 @@ def target_shapes(model: Model) -> dict[str, MatrixShape]:
     return shapes
 
 
+def updated_shapes(model: Model, trained: TrainedParameters) -> dict[str, MatrixShape]:
+    """Return the shapes of the matrices of a block that have an update, by name. model: a view, without experts.
+
+    Its kind of blocks may lack some of `lora.targets`, as one whose keys are its values does.
+    """
+    return {name: shape for name, shape in target_shapes(model).items() if name in trained.targets}
+
+
 def trained_parameter_count(model: Model, trained: TrainedParameters) -> int:
     """Return the number of parameters that are trained."""
     if not trained.only_updates:
         return sum(math.prod(shape) for name, shape in parameter_shapes(model).items() if not model.freezes(name))
-    shapes = [target_shapes(view) for view in model.views]
-    return trained.rank * sum(sum(of_block[target]) for of_block in shapes for target in trained.targets)
+    return trained.rank * sum(sum(shape) for view in model.views for shape in updated_shapes(view, trained).values())
 
 
 def flops_per_token(

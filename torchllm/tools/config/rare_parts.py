@@ -177,7 +177,8 @@ def update_problems(config: Config) -> Iterator[ConfigError]:
     if not (model.experts or model.block):
         from torchllm.facts.flops import target_shapes  # of no use to runs without updates
 
-        if absent := [target for target in lora.targets if target not in target_shapes(model)]:
+        present = {name for view in model.views for name in target_shapes(view)}  # a kind may lack some
+        if absent := [target for target in lora.targets if target not in present]:
             yield config_error("lora.targets", f"the blocks have no {', '.join(absent)}: leave it out")
     for target, count in Counter(lora.targets).items():
         if count > 1:

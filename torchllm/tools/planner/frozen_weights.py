@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torchllm.config import Model, TrainedParameters
-from torchllm.facts.flops import parameter_count, target_shapes, trained_parameter_count
+from torchllm.facts.flops import parameter_count, trained_parameter_count, updated_shapes
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import MEMORY_RATE, Piece, Seconds, matmul_seconds
 from torchllm.tools.planner.parameters import trained_share
@@ -47,10 +47,8 @@ def uncut_elements(model: Model, trained: TrainedParameters, tp: int) -> float:
 
     tp cuts the factor at the side where it cuts the matrix, and the other is whole on every rank.
     """
-    shapes = target_shapes(model)
     beyond = 0.0
-    for target in trained.targets:
-        outputs, inputs = shapes[target]
+    for target, (outputs, inputs) in updated_shapes(model, trained).items():
         beyond += (outputs if target in ROWWISE else inputs) * (1 - 1 / tp)
     return trained.rank * beyond
 
@@ -68,9 +66,7 @@ def update_seconds(model: Model, trained: TrainedParameters, piece: Piece, hardw
     forward = backward = Seconds()
     if not trained.only_updates:
         return UpdateSeconds(forward, backward)
-    shapes = target_shapes(model)
-    for target in trained.targets:
-        outputs, inputs = shapes[target]
+    for target, (outputs, inputs) in updated_shapes(model, trained).items():
         if target in ROWWISE:
             inputs //= piece.tp
         else:
