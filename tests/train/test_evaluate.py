@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.parity import CPU, Settings, Trainer, rows_of, step_batch, tiny
 from tests.workers import run
 from torchllm.config import Config
+from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.grad_norm import gradients
@@ -69,6 +70,11 @@ def test_one_process_takes_the_mean_over_tokens_not_over_batches() -> None:
     loss = evaluate(OneStage([model], config.parallel), map(with_bytes, batches), CPU)
     assert [loss, loss.bits_per_byte] == pytest.approx(expected_loss(config), rel=1e-6)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_batch_is_an_error_of_the_recipe() -> None:
+    with pytest.raises(UserError, match="no batch"):
+        evaluate(OneStage([], tiny({}).parallel), [], CPU)
 
 
 def test_each_source_has_its_loss() -> None:

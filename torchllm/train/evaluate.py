@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.data.tokenizer import bits_per_byte
 from torchllm.models.head import IGNORED
@@ -33,7 +34,7 @@ def evaluate(
 ) -> HeldOutLoss:
     """Return the mean loss in nats over all target tokens of `batches` on all ranks; mesh None: of this process alone.
 
-    Every rank must have the same number of batches. The average of the weights is evaluated if `evaluate.ema` is true.
+    Every rank must have the same number of batches; without any, UserError is raised. The average of the weights is evaluated if `evaluate.ema` is true.
     Inside of `monitor.pause`, which catches it, GivenUp is raised if the run is asked to stop.
     """
     with during("evaluation"), average_in_place_if_due(forward_backward.stages):
@@ -60,6 +61,8 @@ def _evaluate(
     free_gathered(forward_backward.stages)
     if is_given_up:
         raise GivenUp
+    if not sums:
+        raise UserError("evaluate(...) was given no batch, so there is no loss: hold texts out, or do not evaluate")
     losses, counts = torch.stack([*sums.values()], dim=1)  # (sources, 2) each; all ranks have the same sources
     if mesh is not None:
         dist.all_reduce(losses)  # over pp too, where only the last stage has a loss; all tp ranks have the same one
