@@ -37,6 +37,7 @@ LORA: Settings = {"lora.rank": 2}
 SETTINGS: dict[str, Settings] = {
     "adamw": {},
     "adamw, bfloat16": {"optimizer.state_dtype": "bfloat16"},
+    "adamw, int8": {"optimizer.state_dtype": "int8"},
     "adamw, average, frozen": AVERAGE | FROZEN,
     "sgd": SGD,
     "sgd, average": SGD | AVERAGE,
@@ -48,7 +49,7 @@ SETTINGS: dict[str, Settings] = {
     "muon, average, frozen": MUON | AVERAGE | FROZEN,
 }
 BY_DEFAULT = (
-    *("adamw", "adamw, bfloat16", "adamw, average, frozen", "sgd, updates"),
+    *("adamw", "adamw, bfloat16", "adamw, int8", "adamw, average, frozen", "sgd, updates"),
     *("sgd, momentum, average, frozen", "muon, average, frozen"),
 )
 """each optimizer, and each other state with one"""

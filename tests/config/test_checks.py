@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchllm.config import Config, Data, Metrics, Source
-from torchllm.tools.config.checks import problems
+from torchllm.config import Config, Data, Metrics, Model, Optimizer, Parallel, Source
+from torchllm.tools.config.checks import problems, setting_problems
 
 pytestmark = pytest.mark.quick
 SECRET_NAMES = [
@@ -65,3 +65,30 @@ def test_texts_that_look_like_a_secret() -> None:
     for trackers in ({"wandb": "bees"}, {"mlflow": "bees"}, {"trackio": "bees"}):
         config = Config(data=Data(sources=sources), metrics=Metrics(**trackers))
         assert refused(config) == [f"data.sources.{index}.path" for index in range(len(SECRET_TEXTS))]
+
+
+CUTS = (
+    ({"ffn": 96}, {"tp": 2}, "parallel.tp cuts the rows of layers.0.mlp.down_proj.weight, of 96, into 2 parts"),
+    ({"ffn": 128}, {"tp": 2}, ""),
+    ({"ffn": 96}, {"tp": 1}, ""),
+    ({"experts": 4, "expert_ffn": 96}, {"dp_shard": 2, "tp": 2, "ep": 2}, ""),
+    (
+        {"experts": 6},
+        {"dp_shard": 4},
+        "parallel.dp_shard cuts the rows of layers.0.mlp.routed.experts.gate_proj, of 64, into 4 parts",
+    ),
+    ({"experts": 8}, {"dp_shard": 4}, ""),
+    ({"experts": 6}, {"dp_shard": 2}, ""),
+)
+
+
+@pytest.mark.parametrize(("model", "degrees", "text"), CUTS)
+def test_layouts_that_cut_blocks_of_moments(model: dict[str, int], degrees: dict[str, int], text: str) -> None:
+    config = Config(
+        model=Model(layers=2, hidden=64, heads=2, **{"ffn": 128, **model}),
+        optimizer=Optimizer(state_dtype="int8"),
+        parallel=Parallel(**{"dp_shard": 1, **degrees}),
+    )
+    found = [problem.message for problem in setting_problems(config) if problem.key == "optimizer.state_dtype"]
+    assert len(found) == (text != "")
+    assert text in "".join(found)

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchllm.checkpoint.agreement import Group, log_on_first, size_of
+from torchllm.checkpoint.agreement import Group, any_rank, log_on_first, size_of
 from torchllm.checkpoint.manifest import Manifest
 from torchllm.checkpoint.state import (
     EXTRA,
@@ -20,6 +21,7 @@ from torchllm.checkpoint.state import (
     tied_copies,
 )
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
+from torchllm.facts.state_blocks import SCALE
 from torchllm.optim.optimizer import set_mode
 from torchllm.runtime.torch_compat import reads_found_inf
 
@@ -54,7 +56,14 @@ def load_checkpoint(
             parts.pop(key).local.zero_()  # as in a new run
     frozen = frozen_state(stages)
     left = {key for key in stored.index.tensors if key.startswith(frozen)}
-    load_tensors(group, stored, parts | stored_random | stored_extra, left=left)
+    if any_rank(group, any(key.endswith(SCALE) for key in (*parts, *stored.index.tensors))):
+        from torchllm.checkpoint.moments import read_as_stored  # of no use to other runs
+
+        reading: AbstractContextManager[dict[str, Part]] = read_as_stored(group, parts, stored.index.tensors)
+    else:
+        reading = nullcontext(parts)
+    with reading as filled:
+        load_tensors(group, stored, filled | stored_random | stored_extra, left=left)
     for parameters in optimizer.param_groups:
         parameters.update(manifest.record.get("optimizer_groups", {}))
     fill_tied_copies(stages, optimizer)

@@ -78,6 +78,10 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
         from torchllm.optim.muon import Muon  # as above
 
         optimizer = Muon(groups, config)
+    elif config.state_dtype == "int8":
+        from torchllm.optim.eightbit import EightBitAdamW
+
+        optimizer = EightBitAdamW(groups, config, stages)
     elif config.state_dtype == "bfloat16" or torch.bfloat16 in {p.dtype for group in groups for p in group["params"]}:
         from torchllm.optim.rounded import RoundedAdamW
 

@@ -10,7 +10,7 @@ The random bits are a hash of (seed, step, canonical parameter name, global elem
 rounds values that bfloat16 has, and so changes no bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class RoundedAdamW(ShardedAdamW):
 
     def __init__(self, groups: list[Group], config: OptimizerConfig, stages: Sequence[nn.Module]) -> None:
         self.seed = config_in_use().run.seed
-        self.round = round_stochastically
+        self.store: Callable[[Tensor, str, Tensor], None] = self._store
         """replaceable: a dry run has no numbers to round"""
         self.state_dtype: torch.dtype = getattr(torch, config.state_dtype)
         named = [item for stage in stages for item in stage.named_parameters()]
@@ -54,17 +54,26 @@ class RoundedAdamW(ShardedAdamW):
                     self._update(group, parameter, parameter.grad)
 
     def _update(self, group: Group, parameter: Tensor, gradient: Tensor) -> None:
-        """Update float32 copies of a parameter and its moments, and round those that are stored in bfloat16."""
+        """Update float32 copies of a parameter and its moments, and store them again."""
         state = self.state[parameter]
-        stored = {"weight": local_tensor(parameter), **{name: local_tensor(state[name]) for name in MOMENTS}}
-        exact = {name: tensor.float() for name, tensor in stored.items()}  # a float32 tensor is no copy
-        weight = exact["weight"].detach()
+        weight = local_tensor(parameter).detach().float()  # of a float32 tensor no copy
         weight.grad = local_tensor(gradient).float()
+        exact = {name: self._load(parameter, name) for name in MOMENTS}
         update_by_adamw({**group, "params": [weight]}, {weight: state | exact}, self.found_inf)
-        for name, tensor in stored.items():
-            if tensor.dtype == torch.bfloat16:
-                key = key_of(self.seed, f"{self.names[parameter]}.{name}")
-                self.round(parameter, exact[name], tensor, key, state["step"])
+        for name, tensor in {"weight": weight, **exact}.items():
+            self.store(parameter, name, tensor)
+
+    def _load(self, parameter: Tensor, name: str) -> Tensor:
+        """Return this rank's part of a moment as float32."""
+        return local_tensor(self.state[parameter][name]).float()
+
+    def _store(self, parameter: Tensor, name: str, exact: Tensor) -> None:
+        """Round an updated copy to bfloat16 if the tensor is stored so. name: of a moment, or weight."""
+        state = self.state[parameter]
+        stored = local_tensor(parameter if name == "weight" else state[name])
+        if stored.dtype == torch.bfloat16:
+            key = key_of(self.seed, f"{self.names[parameter]}.{name}")
+            round_stochastically(parameter, exact, stored, key, state["step"])
 
 
 def round_stochastically(parameter: Tensor, exact: Tensor, rounded: Tensor, key: int, step: Tensor) -> None:

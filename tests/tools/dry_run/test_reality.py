@@ -30,12 +30,14 @@ from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.train.step import TrainStep
 
 LAYOUTS: dict[str, Settings] = {
-    "fsdp, ring and sequence parallel": {
+    "fsdp, ring and sequence parallel, moments in 8 bits": {
         "parallel.dp_shard": 2,
         "parallel.cp": 2,
         "parallel.tp": 2,
         "parallel.sequence_parallel": True,
         "training.micro_batch_size": 2,
+        "model.ffn": 128,
+        "optimizer.state_dtype": "int8",
     },
     "pipeline, HSDP, recompute, all in 16 bits": {
         "parallel.pp": 2,

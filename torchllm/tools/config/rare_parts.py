@@ -121,6 +121,33 @@ def weights_problems(config: Config) -> Iterator[ConfigError]:
             yield config_error("training.weights_dtype", f'is "bfloat16", and {key} is set, but {reason}: remove one')
 
 
+def state_problems(config: Config) -> Iterator[ConfigError]:
+    """Check that no block of moments in 8 bits is cut, by tp or, of experts along their hidden states, by FSDP."""
+    from torchllm.facts.parameters import rule_of  # of no use to other runs
+    from torchllm.facts.shapes import parameter_shapes
+    from torchllm.facts.state_blocks import BLOCK, has_blocks
+
+    parallel, experts = config.parallel, config.model.experts
+    shared_by = parallel.dp_shard * parallel.cp
+    if parallel.ep > 1:
+        shared_by, experts = shared_by * parallel.tp // parallel.ep, experts // parallel.ep
+    cuts_hidden = shared_by > 0 and experts % shared_by and config.model.hidden % shared_by == 0
+    for name, shape in parameter_shapes(config.model).items():
+        is_of_experts, cut = len(shape) == 3, rule_of(name).cut
+        key, parts = "parallel.tp", parallel.tp if cut == "rowwise" else 1
+        if is_of_experts and parallel.ep > 1:
+            parts = 1
+        if is_of_experts and cut == "colwise" and cuts_hidden:
+            key, parts = "parallel.dp_shard", shared_by
+        if has_blocks(shape) and shape[-1] % (parts * BLOCK):
+            yield config_error(
+                "optimizer.state_dtype",
+                f'"int8" has blocks of {BLOCK} elements, and {key} cuts the rows of {name}, of {shape[-1]}, into '
+                f'{parts} parts: set it to "bfloat16", or use a divisor of {shape[-1] // BLOCK} parts',
+            )
+            return
+
+
 def float8_problems(config: Config) -> Iterator[ConfigError]:
     if config.model.experts:
         yield config_error("float8.recipe", 'has no products of experts: set it to "none"')

@@ -193,7 +193,7 @@ def _trace(
         materialize([*stages, *others], CPU)
         optimizer = build_optimizer([*stages, *others], config.optimizer)
         if isinstance(optimizer, RoundedAdamW):  # it rounds pieces of some MiB, too many of them to trace
-            optimizer.round = lambda *tensors: None
+            optimizer.store = lambda *tensors: None
         average = WeightAverage([*stages, *others], config.optimizer.ema_decay)
         average.follow(optimizer)
         tracker = Tracker(fake, axis_of_group(mesh) | axis_of_group(line), line.pp.get_group().group_name)
