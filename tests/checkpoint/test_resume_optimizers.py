@@ -46,11 +46,13 @@ SETTINGS: dict[str, Settings] = {
     "sgd, momentum": MOMENTUM,
     "sgd, momentum, average, frozen": MOMENTUM | AVERAGE | FROZEN,
     "muon": MUON,
+    "muon, bfloat16": MUON | {"optimizer.state_dtype": "bfloat16"},
+    "muon, int8": MUON | {"optimizer.state_dtype": "int8"},
     "muon, average, frozen": MUON | AVERAGE | FROZEN,
 }
 BY_DEFAULT = (
     *("adamw", "adamw, bfloat16", "adamw, int8", "adamw, average, frozen", "sgd, updates"),
-    *("sgd, momentum, average, frozen", "muon, average, frozen"),
+    *("sgd, momentum, average, frozen", "muon, average, frozen", "muon, int8"),
 )
 """each optimizer, and each other state with one"""
 

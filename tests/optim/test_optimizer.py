@@ -112,7 +112,7 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
     contents = []
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        contents.append(local.detach().numpy().tobytes())
+        contents.append(local.detach().flatten().view(torch.uint8).numpy().tobytes())
     return contents
 
 

@@ -21,7 +21,7 @@ from torchllm.config.applied_keys import new_training
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
-from torchllm.optim.rounded import RoundedAdamW, round_stochastically
+from torchllm.optim.rounded import RoundedAdamW, RoundedState, round_stochastically
 
 ROUNDED = Optimizer(learning_rate=0.1, beta2=0.999, weight_decay=0.3, state_dtype="bfloat16")
 LAYOUTS = {
@@ -146,7 +146,8 @@ def test_small_updates_of_weights_are_not_lost() -> None:
         layer = torch.nn.Linear(1000, 1, bias=False, dtype=dtype)
         torch.nn.init.ones_(layer.weight)
         group = {"params": [layer.weight], "learning_rate_factor": 1.0, "weight_decay": 0.0}
-        optimizer = RoundedAdamW([group], replace(ROUNDED, state_dtype="float32"), [layer])
+        storage = RoundedState([layer], torch.float32)
+        optimizer = RoundedAdamW([group], replace(ROUNDED, state_dtype="float32"), storage)
         for _ in range(400):
             layer.weight.grad = torch.full_like(layer.weight, 0.5)
             apply_if_finite(optimizer, 2e-4, torch.tensor(True))

@@ -54,8 +54,11 @@ def load_checkpoint(
         state = key.removeprefix(OPTIMIZER)
         if state != key and was_frozen(manifest.record, state.rpartition(".")[0]):
             parts.pop(key).local.zero_()  # as in a new run
+        elif state.endswith(".step") and f"{key.removesuffix('step')}momentum_buffer" in stored.index.tensors:
+            parts.pop(key)  # Muon counts the steps of matrices only if it rounds their momentum
     frozen = frozen_state(stages)
     left = {key for key in stored.index.tensors if key.startswith(frozen)}
+    left |= {f"{key.removesuffix('momentum_buffer')}step" for key in parts if key.endswith(".momentum_buffer")}
     if any_rank(group, any(key.endswith(SCALE) for key in (*parts, *stored.index.tensors))):
         from torchllm.checkpoint.moments import read_as_stored  # of no use to other runs
 

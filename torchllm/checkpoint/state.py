@@ -4,7 +4,8 @@ Keys do not depend on the layout:
 
     model.<canonical name>                    parameters and persistent buffers; a tied one once; if there are low-rank
                                               updates, they alone: frozen weights are loaded from their source again
-    optimizer.<canonical name>.<entry>        exp_avg, exp_avg_sq, step, momentum_buffer
+    optimizer.<canonical name>.<entry>        exp_avg, exp_avg_sq, step, momentum_buffer; of a moment in 8 bits codes,
+                                              and <entry>_scale (..., n / 32)
     rng.<cpu or cuda>                         states of torch's random generators, a row per rank
     extra.ema.<canonical name>                moving average of a parameter, with optimizer.ema_decay over 0
     extra.<name>                              additional state of a forked recipe

@@ -780,8 +780,8 @@ class Optimizer:
     """adamw, muon's adamw: decay rate of the mean of the squared gradients"""
     epsilon: Annotated[Positive, ADAMW] = 1e-8
     """adamw, muon's adamw: added to the square root of the second moment"""
-    state_dtype: Annotated[Literal["float32", "bfloat16", "int8"], Needs('optimizer.name = "adamw"')] = "float32"
-    """adamw: dtype of the two moments, rounded at random without bias; bfloat16: half their memory; int8: 1.125 bytes
+    state_dtype: Annotated[Literal["float32", "bfloat16", "int8"], ADAMW] = "float32"
+    """adamw, muon: dtype of the moments, rounded at random without bias; bfloat16: half their memory; int8: 1.125 bytes
     per element, in blocks of 32"""
     momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999), Needs('optimizer.name = "sgd"')] = 0.0
     """sgd: momentum"""

@@ -1,4 +1,4 @@
-"""AdamW whose moments take 8 bits per element, and a float32 scale per block of 32 elements.
+"""Moments of AdamW and Muon in 8 bits per element, and a float32 scale per block of 32 elements.
 
 A block is divided by its largest magnitude, and each quotient becomes the index of a level: the dynamic map of Dettmers
 et al. 2022, arXiv 2110.02861, with seven decades of levels, most of them in the one below 1. Unlike there,
@@ -14,22 +14,20 @@ and a shard whose size is no multiple of 256 stays float32. It also waits for th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchllm.config import Optimizer as OptimizerConfig
 from torchllm.config.errors import UserError
 from torchllm.facts.state_blocks import BLOCK, SCALE, has_blocks
-from torchllm.optim.fused import Group, start_adamw
-from torchllm.optim.rounded import RoundedAdamW
-from torchllm.parallel.initialize import hashed, key_of, with_indices
+from torchllm.optim.rounded import ALL_ROWS, RoundedState, Rows
+from torchllm.parallel.initialize import hashed, with_indices
 from torchllm.parallel.local_tensor import local_tensor
 
-DTYPES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+DTYPES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8, "momentum_buffer": torch.int8}
 """of the codes: indices of levels, less 127 where a moment has a sign"""
 DECADES = 7
 
@@ -50,31 +48,25 @@ class Blocks(NamedTuple):
         return -127 if self.codes.dtype == torch.int8 else 0
 
 
-class EightBitAdamW(RoundedAdamW):
-    """torch's fused AdamW over this rank's shards, with moments in 8 bits between the steps; weights may be bfloat16.
+class EightBitState(RoundedState):
+    """Keeps the moments of an optimizer in 8 bits between its steps; also rounds weights that are bfloat16."""
 
-    A step needs float32 copies of both moments, of one parameter at a time.
-    """
-
-    def __init__(self, groups: list[Group], config: OptimizerConfig, stages: Sequence[nn.Module]) -> None:
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__(stages, torch.float32)
         self.levels: dict[torch.dtype, Tensor] = {}
-        super().__init__(groups, config, stages)
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group with its state. Raises UserError if the layout cuts a block."""
-        torch.optim.AdamW.add_param_group(self, param_group)
-        parameters = self.param_groups[-1]["params"]
-        start_adamw({"params": [each for each in parameters if not has_blocks(each.shape)]}, self.state, torch.float32)
-        for parameter in parameters:
-            if has_blocks(parameter.shape):
-                self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-                for name, dtype in DTYPES.items():
-                    self.state[parameter] |= {
-                        name: torch.zeros_like(parameter, dtype=dtype),
-                        name + SCALE: self._scales(parameter),
-                    }
-                    if dtype not in self.levels:
-                        self.levels[dtype] = levels_of(dtype, parameter.device)
+    def start(self, parameter: Tensor, moments: Sequence[str]) -> dict[str, Tensor]:
+        """Return the state of a parameter, as `RoundedState`. Raises UserError if the layout cuts a block."""
+        if not has_blocks(parameter.shape):
+            return super().start(parameter, moments)
+        state = super().start(parameter, ())
+        for name in moments:
+            dtype = DTYPES[name]
+            state[name] = torch.zeros_like(parameter, dtype=dtype)
+            state[name + SCALE] = self._scales(parameter)
+            if dtype not in self.levels:
+                self.levels[dtype] = levels_of(dtype, parameter.device)
+        return state
 
     def _scales(self, parameter: Tensor) -> Tensor:
         """Return scales of 0 for the blocks of a parameter, cut as it is."""
@@ -93,25 +85,32 @@ class EightBitAdamW(RoundedAdamW):
         placements = parameter.device_mesh, parameter.placements
         return DTensor.from_local(scales, *placements, run_check=False, shape=shape, stride=stride)
 
-    def _blocks(self, parameter: Tensor, name: str) -> Blocks | None:
-        """Return the blocks of a moment; None if it has none, or of the weight."""
-        state = self.state[parameter]
+    def _blocks(self, state: Mapping[str, Tensor], name: str, rows: Rows) -> Blocks | None:
+        """Return the blocks of rows of a moment; None if it has none, or of the weight."""
         if name + SCALE not in state:
             return None
-        codes = local_tensor(state[name])
-        return Blocks(codes, local_tensor(state[name + SCALE]), self.levels[codes.dtype])
+        codes = rows.of(state[name])
+        return Blocks(codes, rows.of(state[name + SCALE]), self.levels[codes.dtype])
 
-    def _load(self, parameter: Tensor, name: str) -> Tensor:
-        blocks = self._blocks(parameter, name)
-        return super()._load(parameter, name) if blocks is None else decode(blocks)
+    def load(self, state: Mapping[str, Tensor], name: str, rows: Rows = ALL_ROWS) -> Tensor:
+        """Return rows of a moment as float32."""
+        blocks = self._blocks(state, name, rows)
+        return super().load(state, name, rows) if blocks is None else decode(blocks)
 
-    def _store(self, parameter: Tensor, name: str, exact: Tensor) -> None:
-        blocks = self._blocks(parameter, name)
+    def _store(
+        self,
+        parameter: Tensor,
+        state: Mapping[str, Tensor],
+        name: str,
+        exact: Tensor,
+        found_inf: Tensor,
+        rows: Rows = ALL_ROWS,
+    ) -> None:
+        blocks = self._blocks(state, name, rows)
         if blocks is None:
-            return super()._store(parameter, name, exact)
-        key = key_of(self.seed, f"{self.names[parameter]}.{name}")
-        of_step = hashed(self.state[parameter]["step"].long(), key)
-        return encode(parameter, exact, blocks, of_step, self.found_inf > 0)
+            return super()._store(parameter, state, name, exact, found_inf, rows)
+        key = hashed(state["step"].long(), self.key(parameter, name))
+        return encode(parameter, exact, blocks, key, found_inf > 0, rows.first)
 
 
 def decode(blocks: Blocks) -> Tensor:
@@ -122,16 +121,17 @@ def decode(blocks: Blocks) -> Tensor:
     return numbers
 
 
-def encode(parameter: Tensor, exact: Tensor, blocks: Blocks, key: Tensor, is_kept: Tensor) -> None:
+def encode(parameter: Tensor, exact: Tensor, blocks: Blocks, key: Tensor, is_kept: Tensor, first: int = 0) -> None:
     """Write float32 numbers, a part of a tensor that is cut like the parameter, into its blocks.
 
-    key: int64 (), of the stream of random bits. is_kept: bool (); if true, nothing is written.
+    key: int64 (), of the stream of random bits. is_kept: bool (); if true, nothing is written. first: as in
+    `with_indices`.
 
     FOOTGUN: `exact` is overwritten.
     """
     scales = divide_by_scales(exact)
     blocks.scales.copy_(torch.where(is_kept, blocks.scales, scales))
-    for index, quotients, codes in with_indices(parameter, exact, blocks.codes):
+    for index, quotients, codes in with_indices(parameter, exact, blocks.codes, first=first):
         chance = hashed(index, key).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
         codes.copy_(torch.where(is_kept, codes, codes_of(quotients, blocks, chance)))
 

@@ -97,24 +97,33 @@ class Muon(torch.optim.Optimizer):
         """Add a group with its state; torch's constructor adds every group by this."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        self._start(group)
         if group["orthogonalized"]:
             for parameter in group["params"]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
                 self.matrices += matrices_of(parameter, group)
-        else:
-            start_adamw(group, self.state)
         self.rounds = rounds_of(self.matrices)
+
+    def _start(self, group: Group) -> None:
+        """Give every parameter of a group its state."""
+        if not group["orthogonalized"]:
+            return start_adamw(group, self.state)
+        for parameter in group["params"]:
+            self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             if not group["orthogonalized"]:
-                update_by_adamw(group, self.state, self.found_inf)
+                self._update_others(group)
         for matrices in self.rounds:
             with_gradient = [owned for owned in matrices if owned.parameter.grad is not None]
             if with_gradient:
                 self._update(with_gradient)
+
+    def _update_others(self, group: Group) -> None:
+        """Update the parameters of a group without matrices."""
+        update_by_adamw(group, self.state, self.found_inf)
 
     def _update(self, matrices: Sequence[OwnedMatrices]) -> None:
         """Update the matrices of a round."""
@@ -130,11 +139,18 @@ class Muon(torch.optim.Optimizer):
         """
         assert owned.parameter.grad is not None
         new_part = owned.parts(owned.parameter.grad) * (1.0 - self.momentum)
-        buffer = owned.parts(self.state[owned.parameter]["momentum_buffer"])
-        updated = (buffer * self.momentum).add_(new_part)
+        updated = (self._load_momentum(owned) * self.momentum).add_(new_part)
         direction = (updated * self.momentum).add_(new_part)
-        self._write(buffer, updated)
+        self._store_momentum(owned, updated)
         return direction.to(iteration_dtype(direction.device))
+
+    def _load_momentum(self, owned: OwnedMatrices) -> Tensor:
+        """Return this rank's part of the momentum of matrices."""
+        return owned.parts(self.state[owned.parameter]["momentum_buffer"])
+
+    def _store_momentum(self, owned: OwnedMatrices, updated: Tensor) -> None:
+        """Write this rank's part of a new momentum unless the step is skipped."""
+        self._write(self._load_momentum(owned), updated)
 
     def _apply(self, owned: OwnedMatrices, direction: Tensor) -> None:
         """Move this rank's part of matrices against its part of the orthogonalized direction."""

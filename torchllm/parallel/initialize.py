@@ -73,14 +73,18 @@ def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
         part.copy_(OF_RECURRENCES[start](index, key) if start in OF_RECURRENCES else normal(index, key).mul_(std))
 
 
-def with_indices(parameter: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def with_indices(parameter: Tensor, *tensors: Tensor, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
     """Yield indices of elements in the whole parameter, int64 (n, m), and these elements of `tensors`, as views.
 
-    tensors: contiguous, each this rank's part of the parameter or of a tensor that is cut like it.
+    tensors: contiguous, each this rank's part of the parameter or of a tensor that is cut like it; or rows of it, from
+    the one with the index `first` on this rank.
     """
     shape, offset = local_region(parameter)
     if 0 in shape:
         return
+    if shape:
+        shape = (tensors[0].numel() // math.prod(shape[1:]), *shape[1:])
+        offset = (offset[0] + first, *offset[1:])
     device = tensors[0].device
     # Elements that follow each other in the shard do so in the whole, up to the end of the last dimension that is cut.
     cut = max((i for i in range(len(shape)) if shape[i] != parameter.shape[i]), default=0)
@@ -93,9 +97,9 @@ def with_indices(parameter: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, 
     rows = max(1, most // run)
     runs = [tensor.view(-1, run).split(rows) for tensor in tensors]
     for some_starts, *some_runs in zip(starts.split(rows), *runs, strict=True):
-        for first in range(0, run, most):
-            index = some_starts[:, None] + torch.arange(first, min(run, first + most), device=device)
-            yield index, *(of_tensor[:, first : first + most] for of_tensor in some_runs)
+        for begin in range(0, run, most):
+            index = some_starts[:, None] + torch.arange(begin, min(run, begin + most), device=device)
+            yield index, *(of_tensor[:, begin : begin + most] for of_tensor in some_runs)
 
 
 def key_of(seed: int, name: str) -> int:

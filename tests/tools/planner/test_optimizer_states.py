@@ -36,8 +36,8 @@ def held_bytes(model: Decoder, settings: Optimizer) -> int:
 
 
 def test_states_are_those_that_exist() -> None:
-    names = [(name, "float32") for name in ("adamw", "sgd", "muon")] + [("adamw", "bfloat16"), ("adamw", "int8")]
-    for name, state_dtype in names:
+    dtypes = ("float32", "bfloat16", "int8")
+    for name, state_dtype in [("sgd", "float32"), *product(["adamw", "muon"], dtypes)]:
         for ema_decay, momentum, sizes in product([0.0, 0.9], [0.0, 0.9], [DENSE, SPARSE]):
             settings = Optimizer(name=name, state_dtype=state_dtype, momentum=momentum, ema_decay=ema_decay)
             software = with_optimizer_states(TORCHLLM, sizes, Training(), settings)

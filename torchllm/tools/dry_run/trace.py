@@ -30,7 +30,7 @@ from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
-from torchllm.optim.rounded import RoundedAdamW
+from torchllm.optim.rounded import RoundedState
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.expert import ExchangeDispatch, Splits, routed_experts
 from torchllm.parallel.forward_backward import ForwardBackward
@@ -192,8 +192,9 @@ def _trace(
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         materialize([*stages, *others], CPU)
         optimizer = build_optimizer([*stages, *others], config.optimizer)
-        if isinstance(optimizer, RoundedAdamW):  # it rounds pieces of some MiB, too many of them to trace
-            optimizer.store = lambda *tensors: None
+        storage = getattr(optimizer, "storage", None)
+        if isinstance(storage, RoundedState):  # it rounds pieces of some MiB, too many of them to trace
+            storage.store = lambda *tensors: None
         average = WeightAverage([*stages, *others], config.optimizer.ema_decay)
         average.follow(optimizer)
         tracker = Tracker(fake, axis_of_group(mesh) | axis_of_group(line), line.pp.get_group().group_name)
