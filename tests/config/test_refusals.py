@@ -41,10 +41,10 @@ ONE_LINE: dict[str, tuple[str, str]] = {
         'x.toml:2: float8.recipe: must be one of "none", "rowwise", "rowwise_with_gw_hp", "tensorwise", not '
         '"mxfp8": MXFP8 needs a GPU with sm_100, such as B200, and cannot be tested without one',
     ),
-    "weights in bfloat16 with an average of them": (
-        '[training]\nweights_dtype = "bfloat16"\n[optimizer]\nema_decay = 0.9',
-        'x.toml:2: training.weights_dtype: is "bfloat16", and optimizer.ema_decay is set, but an average moves by less '
-        "than bfloat16 can tell: remove one",
+    "weights in bfloat16 with low-rank updates": (
+        '[training]\nweights_dtype = "bfloat16"\n[lora]\nrank = 2',
+        'x.toml:2: training.weights_dtype: is "bfloat16", and lora.rank is set, but updates are float32, and the '
+        "weights are frozen: remove one",
     ),
     "epochs of a source to evaluate on": (
         '[[data.validation]]\nkind = "text"\npath = "a.txt"\nmax_epochs = 1.0',

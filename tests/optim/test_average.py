@@ -34,7 +34,8 @@ TIED: Settings = {"model.tied_embeddings": True}
 SHARDED: Settings = {"parallel.dp_shard": 2, "model.experts": 4, "model.router_bias": True}
 SHARDED["model.router_bias_rate"] = 0.01
 PIPELINE: Settings = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4, **TIED}
-LAYOUTS = [SHARDED, PIPELINE]
+NARROW: Settings = {"parallel.dp_shard": 2, "training.weights_dtype": "bfloat16"}
+LAYOUTS = [SHARDED, PIPELINE, NARROW]
 """a part of each weight and a buffer that moves; a weight of which a rank has two copies"""
 
 
@@ -82,7 +83,7 @@ def error_of_layout(settings: Settings) -> float:
     return max(float(np.abs(averages[name] - value).max()) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("settings", LAYOUTS, ids=["sharded", "pipeline"])
+@pytest.mark.parametrize("settings", LAYOUTS, ids=["sharded", "pipeline", "bfloat16"])
 def test_averages_are_those_of_a_hand_loop(settings: Settings) -> None:
     for error in run(error_of_layout, 2, settings):
         assert error <= 1e-6
@@ -125,7 +126,8 @@ def averaged_copies(settings: Settings) -> int:
     with trained.average.in_place_of_weights(True):
         for stage in trained.stages:
             for name, parameter in stage.named_parameters():
-                np.testing.assert_array_equal(whole(parameter), averages[canonical_name(name)], name)
+                rounded = torch.from_numpy(averages[canonical_name(name)]).to(parameter.dtype).float()
+                np.testing.assert_array_equal(whole(parameter), rounded.numpy(), name)
                 count += 1
     for before, after in ((weights, trained.weights()), (averages, trained.averages())):
         for name, value in before.items():
@@ -136,6 +138,10 @@ def averaged_copies(settings: Settings) -> int:
 
 def test_both_copies_of_a_tied_embedding_are_replaced_where_a_rank_has_two() -> None:
     assert run(averaged_copies, 2, PIPELINE) == [1, 0]
+
+
+def test_averages_are_rounded_in_place_of_weights_in_bfloat16_and_stay() -> None:
+    assert run(averaged_copies, 2, NARROW) == [0, 0]
 
 
 def test_without_a_decay_there_is_none() -> None:

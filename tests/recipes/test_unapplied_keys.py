@@ -171,7 +171,7 @@ EVERYTHING = [  # that one run can have
     *("--model.experts=4", "--model.router_bias=true", "--model.router_bias_rate=0.01", "--model.balance_loss=global"),
     *("--model.pattern=local,full", "--model.kinds.local.window=16", "--model.kinds.full.rope_theta=500"),
     "--model.frozen=embed_tokens.*",
-    *(*EMA, "--evaluate.ema=true"),
+    *(*EMA, "--evaluate.ema=true", "--training.weights_dtype=bfloat16"),
 ]
 
 
@@ -184,7 +184,6 @@ NOT_TRIED = {
     "compile.block": "needs a compiler",
     "compile.loss": "needs a compiler",
     "compile.graphs": "needs a GPU",
-    "training.weights_dtype": "cannot go with an average of the weights: in tests/parallel/test_weights_dtype.py",
     "float8.recipe": "needs torchao",
     "finetune.epochs": "in test_finetune.py",
 }

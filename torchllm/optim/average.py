@@ -5,7 +5,7 @@ al. 2018, arXiv 1803.05407). It needs no communication.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,10 @@ class WeightAverage:
                 self.weights.setdefault(f"{EMA}{canonical_name(name)}", []).append(weight)
             for name, buffer in stage.named_buffers():
                 self.weights.setdefault(f"{EMA}{canonical_name(name)}", []).append(buffer)
-        self.tensors = {name: torch.zeros_like(copies[0]).detach() for name, copies in self.weights.items()}
+        for name, (weight, *_) in self.weights.items():
+            # The average of weights in bfloat16 is float32: it moves by less than bfloat16 can tell.
+            dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
+            self.tensors[name] = torch.zeros_like(weight, dtype=dtype).detach()
         needs_state("optimizer.ema_decay", self.tensors)
         self._copy_weights(self.tensors)
 
@@ -103,21 +106,36 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Return a context that replaces the model's weights by the averages."""
+        """Return a context that replaces the model's weights by the averages, rounded to the dtype of the weights."""
+        narrow = {name: self.weights[name][0] for name in self.tensors if self._is_wider_than_weight(name)}
+        former = {name: local_tensor(weight).detach().clone() for name, weight in narrow.items()}
         self._swap()
+        self._fill({name: local_tensor(self.tensors[name]) for name in narrow})
         try:
             yield
         finally:
+            self._fill(former)
             self._swap()
+
+    def _is_wider_than_weight(self, name: str) -> bool:
+        return self.tensors[name].dtype != self.weights[name][0].dtype
+
+    @torch.no_grad()
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        """Write values, by name, into this rank's parts of weights."""
+        for name, value in values.items():
+            for copy in self.weights[name]:
+                local_tensor(copy).copy_(value)
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Swap averages and weights, one tensor at a time."""
+        """Swap averages and weights of the same dtype, one tensor at a time."""
         for name, average in self.tensors.items():
+            if self._is_wider_than_weight(name):
+                continue
             local = local_tensor(average)
             former_weight = local_tensor(self.weights[name][0]).clone()
-            for copy in self.weights[name]:
-                local_tensor(copy).copy_(local)
+            self._fill({name: local})
             local.copy_(former_weight)
         if any(is_gathered_as_float8(weight) for copies in self.weights.values() for weight in copies):
             scale_gathered_weights(self.stages)

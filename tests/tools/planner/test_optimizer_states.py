@@ -51,5 +51,9 @@ def test_weights_in_bfloat16_are_those_that_exist() -> None:
     training = Training(weights_dtype="bfloat16")
     software = with_optimizer_states(TORCHLLM, DENSE, training, Optimizer(state_dtype="bfloat16"))
     model = build_model(DENSE, weights_dtype="bfloat16")
+    average = WeightAverage([model], 0.9)
+    averaged = with_optimizer_states(TORCHLLM, DENSE, training, Optimizer(state_dtype="bfloat16", ema_decay=0.9))
+    size = sum(tensor.nbytes for tensor in average.tensors.values())
+    assert (averaged.states - software.states) * parameter_count(model) == size
     assert software.shards * parameter_count(model) == sum(parameter.nbytes for parameter in model.parameters())
     assert software.states == software.shards + 2 * 2

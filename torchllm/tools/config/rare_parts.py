@@ -112,7 +112,6 @@ def router_problems(config: Config) -> Iterator[ConfigError]:
 def weights_problems(config: Config) -> Iterator[ConfigError]:
     """Check what goes with weights in bfloat16."""
     others = {
-        "optimizer.ema_decay": (config.optimizer.ema_decay > 0, "an average moves by less than bfloat16 can tell"),
         "float8.recipe": (config.float8.is_on, "float8 is rounded from float32 weights"),
         "lora.rank": (config.lora.is_on, "updates are float32, and the weights are frozen"),
     }
