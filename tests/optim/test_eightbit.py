@@ -20,7 +20,7 @@ from torchllm.checkpoint.state import optimizer_tensors
 from torchllm.config import Checkpoint, Config, Model, Optimizer, Parallel
 from torchllm.config.errors import UserError
 from torchllm.models.decoder import Decoder
-from torchllm.optim.eightbit import DTYPES, Blocks, decode, encode, levels_of
+from torchllm.optim.eightbit import DTYPES, Blocks, levels_of, numbers_of, write_drawn
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.rounded import MOMENTS
 
@@ -45,8 +45,8 @@ LAYOUTS = {
 def rounded(exact: Tensor, dtype: torch.dtype, step: int = 1, is_kept: bool = False) -> Tensor:
     scales = torch.zeros(*exact.shape[:-1], exact.shape[-1] // 32)
     blocks = Blocks(torch.zeros_like(exact, dtype=dtype), scales, levels_of(dtype, CPU))
-    encode(exact, exact.clone(), blocks, torch.tensor(step), torch.tensor(is_kept))
-    return decode(blocks)
+    write_drawn(exact, exact.clone(), blocks, torch.tensor(step), torch.tensor(is_kept))
+    return numbers_of(blocks)
 
 
 def test_levels_are_the_dynamic_maps() -> None:
@@ -150,7 +150,7 @@ def test_moments_are_those_of_float32() -> None:
             state = optimizer.state[weight]
             for place, name in enumerate(MOMENTS):
                 blocks = Blocks(state[name], state[f"{name}_scale"], levels_of(DTYPES[name], CPU))
-                moments[0][place] = decode(blocks)
+                moments[0][place] = numbers_of(blocks)
     for got, expected, levels in zip(*moments, (64, 128), strict=False):
         largest = expected.view(-1, 32).abs().amax(-1)
         off = (got - expected).view(-1, 32).abs().amax(-1)
@@ -199,7 +199,7 @@ def dense_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     for state in optimizer.state.values():
         for name in MOMENTS:
             if f"{name}_scale" in state:
-                moments.append(decode(Blocks(state[name], state[f"{name}_scale"], levels_of(DTYPES[name], CPU))))
+                moments.append(numbers_of(Blocks(state[name], state[f"{name}_scale"], levels_of(DTYPES[name], CPU))))
             else:
                 moments.append(state[name].float())
     return moments
@@ -240,7 +240,7 @@ def test_a_run_may_change_layout_and_dtype_at_once(tmp_path: Path) -> None:
     for key, value in loaded.items():
         if f"{key}_scale" in saved:
             codes, scales = torch.from_numpy(saved[key]), torch.from_numpy(saved[f"{key}_scale"])
-            expected = decode(Blocks(codes, scales, levels_of(codes.dtype, CPU)))
+            expected = numbers_of(Blocks(codes, scales, levels_of(codes.dtype, CPU)))
             assert torch.equal(torch.from_numpy(value), expected), key
         else:
             assert (value == saved[key]).all(), key

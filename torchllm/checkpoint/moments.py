@@ -14,7 +14,7 @@ from torchllm.checkpoint.index import Region, TensorEntry
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import Part
 from torchllm.facts.state_blocks import BLOCK, SCALE
-from torchllm.optim.eightbit import Blocks, decode, encode_nearest, levels_of
+from torchllm.optim.eightbit import Blocks, levels_of, numbers_of, write_nearest
 
 
 @contextmanager
@@ -68,9 +68,9 @@ def convert_moments(group: Group, parts: Mapping[str, Part], filled: Mapping[str
         target, source = parts[key].local, filled[key].local
         if key + SCALE in parts:
             blocks = _blocks(target, parts[key + SCALE].local)
-            encode_nearest(source.to(target.device, torch.float32, copy=True), blocks)
+            write_nearest(source.to(target.device, torch.float32, copy=True), blocks)
         else:
-            target.copy_(decode(_blocks(source, filled[key + SCALE].local)))
+            target.copy_(numbers_of(_blocks(source, filled[key + SCALE].local)))
     if converted:
         to = "blocks of 8 bits" if converted[0] + SCALE in parts else "this run's dtype, from blocks of 8 bits"
         log_on_first(group, f"{len(converted)} moments are converted to {to}: {converted[0]}")

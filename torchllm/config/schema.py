@@ -781,8 +781,7 @@ class Optimizer:
     epsilon: Annotated[Positive, ADAMW] = 1e-8
     """adamw, muon's adamw: added to the square root of the second moment"""
     state_dtype: Annotated[Literal["float32", "bfloat16", "int8"], ADAMW] = "float32"
-    """adamw, muon: dtype of the moments, rounded at random without bias; bfloat16: half their memory; int8: 1.125 bytes
-    per element, in blocks of 32"""
+    """adamw, muon: dtype of the moments, rounded at random without bias; int8: in blocks of 32 with a scale"""
     momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999), Needs('optimizer.name = "sgd"')] = 0.0
     """sgd: momentum"""
     muon_momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999), Needs('optimizer.name = "muon"')] = 0.95

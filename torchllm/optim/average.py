@@ -49,10 +49,10 @@ class WeightAverage:
                 self.weights.setdefault(f"{EMA}{canonical_name(name)}", []).append(weight)
             for name, buffer in stage.named_buffers():
                 self.weights.setdefault(f"{EMA}{canonical_name(name)}", []).append(buffer)
-        for name, (weight, *_) in self.weights.items():
+        for name, (averaged, *_) in self.weights.items():
             # The average of weights in bfloat16 is float32: it moves by less than bfloat16 can tell.
-            dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
-            self.tensors[name] = torch.zeros_like(weight, dtype=dtype).detach()
+            dtype = torch.float32 if averaged.dtype == torch.bfloat16 else averaged.dtype
+            self.tensors[name] = torch.zeros_like(averaged, dtype=dtype).detach()
         needs_state("optimizer.ema_decay", self.tensors)
         self._copy_weights(self.tensors)
 

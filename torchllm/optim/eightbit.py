@@ -95,7 +95,7 @@ class EightBitState(RoundedState):
     def load(self, state: Mapping[str, Tensor], name: str, rows: Rows = ALL_ROWS) -> Tensor:
         """Return rows of a moment as float32."""
         blocks = self._blocks(state, name, rows)
-        return super().load(state, name, rows) if blocks is None else decode(blocks)
+        return super().load(state, name, rows) if blocks is None else numbers_of(blocks)
 
     def _store(
         self,
@@ -110,10 +110,10 @@ class EightBitState(RoundedState):
         if blocks is None:
             return super()._store(parameter, state, name, exact, found_inf, rows)
         key = hashed(state["step"].long(), self.key(parameter, name))
-        return encode(parameter, exact, blocks, key, found_inf > 0, rows.first)
+        return write_drawn(parameter, exact, blocks, key, found_inf > 0, rows.first)
 
 
-def decode(blocks: Blocks) -> Tensor:
+def numbers_of(blocks: Blocks) -> Tensor:
     """Return the float32 numbers (..., n)."""
     indices = blocks.codes.flatten().int() - blocks.first
     numbers = blocks.levels.index_select(0, indices).view(blocks.codes.shape)
@@ -121,7 +121,7 @@ def decode(blocks: Blocks) -> Tensor:
     return numbers
 
 
-def encode(parameter: Tensor, exact: Tensor, blocks: Blocks, key: Tensor, is_kept: Tensor, first: int = 0) -> None:
+def write_drawn(parameter: Tensor, exact: Tensor, blocks: Blocks, key: Tensor, is_kept: Tensor, first: int = 0) -> None:
     """Write float32 numbers, a part of a tensor that is cut like the parameter, into its blocks.
 
     key: int64 (), of the stream of random bits. is_kept: bool (); if true, nothing is written. first: as in
@@ -136,7 +136,7 @@ def encode(parameter: Tensor, exact: Tensor, blocks: Blocks, key: Tensor, is_kep
         codes.copy_(torch.where(is_kept, codes, codes_of(quotients, blocks, chance)))
 
 
-def encode_nearest(exact: Tensor, blocks: Blocks) -> None:
+def write_nearest(exact: Tensor, blocks: Blocks) -> None:
     """Write float32 numbers into blocks, each as the nearest level. FOOTGUN: `exact` is overwritten."""
     blocks.scales.copy_(divide_by_scales(exact))
     blocks.codes.copy_(codes_of(exact, blocks, 0.5))

@@ -75,7 +75,9 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
 
         optimizer = ShardedSGD(groups, config)
     elif config.state_dtype != "float32" or torch.bfloat16 in {p.dtype for group in groups for p in group["params"]}:
-        optimizer = _with_rounded_state(stages, groups, config)
+        from torchllm.optim.rounded_optimizer import build_rounded
+
+        optimizer = build_rounded(stages, groups, config)
     elif config.name == "muon":
         from torchllm.optim.muon import Muon  # as above
 
@@ -85,25 +87,6 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     if any(is_gathered_as_float8(parameter) for stage in stages for parameter in stage.parameters()):
         optimizer.register_step_post_hook(lambda *_: scale_gathered_weights(stages))
     return optimizer
-
-
-def _with_rounded_state(
-    stages: Sequence[nn.Module], groups: list[dict[str, Any]], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """Return AdamW or Muon whose moments, or weights, are rounded after each step."""
-    from torchllm.optim.rounded import RoundedAdamW, RoundedState  # of no use to other runs
-
-    if config.state_dtype == "int8":
-        from torchllm.optim.eightbit import EightBitState
-
-        storage: RoundedState = EightBitState(stages)
-    else:
-        storage = RoundedState(stages, getattr(torch, config.state_dtype))
-    if config.name == "muon":
-        from torchllm.optim.rounded_muon import RoundedMuon
-
-        return RoundedMuon(groups, config, storage)
-    return RoundedAdamW(groups, config, storage)
 
 
 def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
