@@ -34,8 +34,9 @@ def evaluate(
 ) -> HeldOutLoss:
     """Return the mean loss in nats over all target tokens of `batches` on all ranks; mesh None: of this process alone.
 
-    Every rank must have the same number of batches; without any, UserError is raised. The average of the weights is evaluated if `evaluate.ema` is true.
-    Inside of `monitor.pause`, which catches it, GivenUp is raised if the run is asked to stop.
+    Every rank must have the same number of batches; without any, UserError is raised. The average of the weights is
+    evaluated if `evaluate.ema` is true. Inside of `monitor.pause`, which catches it, GivenUp is raised if the
+    run is asked to stop.
     """
     with during("evaluation"), average_in_place_if_due(forward_backward.stages):
         return _evaluate(forward_backward, batches, device, mesh)
