@@ -6,7 +6,8 @@ import pytest
 
 from tests.tiny_run import ROOT
 from torchllm.tools.config.load import load_config
-from torchllm.tools.resources import NamedRun, find_base, find_config, find_run, name_base, resource
+from torchllm.tools.config.named_base import name_base
+from torchllm.tools.resources import NamedRun, find_base, find_config, find_run, resource
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,10 @@ from torchllm.config import Source
 from torchllm.data import checked_file
 from torchllm.data import corpus as corpus_module
 from torchllm.data.checked_file import BLOCK, CheckedFile, CorpusFile, DamagedFile
-from torchllm.data.corpus import Corpus, Synthetic, close_shards
+from torchllm.data.corpus import Corpus, close_shards
 from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, OpenShard, ShardSize
+from torchllm.data.synthetic import Synthetic
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 

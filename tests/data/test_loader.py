@@ -34,13 +34,14 @@ from torchllm.config import Data, Finetune, MixtureStage, Model, Source, Trainin
 from torchllm.config.system_errors import describe_system_error
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import BLOCK
-from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
+from torchllm.data.corpus import Corpus, SequenceSource, Window
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder, PlannedStage
 from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import Split
+from torchllm.data.synthetic import Synthetic
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import cached_folder, plan_corpus, prepare_cached
@@ -582,7 +583,7 @@ def test_rounded_shares_are_described() -> None:
 
 def test_the_standard_library_in_bytes_is_tokenized_once(tmp_path: Path) -> None:
     first = real(tmp_path, Source(), length=256)
-    with mock.patch("torchllm.tools.prepare.build.write_corpus", side_effect=AssertionError):
+    with mock.patch("torchllm.tools.prepare.fill_cache.write_corpus", side_effect=AssertionError):
         second = real(tmp_path, Source(), length=256)
     assert first.state() == second.state()
     assert first._order._sizes[0] * 256 > 5e6

@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchllm.data.described_sources import rounded_shares
+from torchllm.data.held_out import first_epoch
 from torchllm.data.order import (
     DataOrder,
     Location,
@@ -14,7 +16,6 @@ from torchllm.data.order import (
     mixture_counts,
     mixture_shares,
     mixture_table,
-    rounded_shares,
 )
 
 pytestmark = pytest.mark.quick
@@ -154,11 +155,12 @@ def test_the_first_epoch_is_its_definition(sizes: list[int], count: int, data: s
     weight = st.sampled_from([0.1, 1.0, 2.0, 7.0])
     weights = data.draw(st.lists(weight, min_size=len(sizes), max_size=len(sizes)))
     order = DataOrder(0, sizes, weights)
-    assert order.first_epoch(count) == slow_first_epoch(order, sizes, count)
+    assert first_epoch(order, sizes, weights, count) == slow_first_epoch(order, sizes, count)
 
 
 def test_the_first_epoch_does_not_walk_past_an_exhausted_source() -> None:
     """Of source 0 the run reads 10 sequences 1,000 times before source 1 has given its tenth."""
-    order = CountingOrder("validation", [10, 100], [1000, 1])
-    assert len(order.first_epoch(64)) == 64
+    sizes, weights = [10, 100], [1000, 1]
+    order = CountingOrder("validation", sizes, weights)
+    assert len(first_epoch(order, sizes, weights, 64)) == 64
     assert order.located == 64

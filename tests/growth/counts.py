@@ -26,6 +26,7 @@ from torchllm.checkpoint.tensors import BYTES_AT_A_TIME
 from torchllm.config import Data, Model, Optimizer, Parallel, Source, Training
 from torchllm.data.corpus import Corpus, Window
 from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
+from torchllm.data.held_out import first_epoch
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.order import DataOrder
 from torchllm.data.packing import pack_windows
@@ -289,8 +290,12 @@ def locate_lines(sequences: int) -> int:
 
 def mixture_order(sources: int) -> DataOrder:
     """Return the order of a run over sources of 1,000 sequences and seven different weights."""
-    weights = [1.0 + source % 7 for source in range(sources)]
-    return DataOrder(0, [1000] * sources, weights)
+    return DataOrder(0, *mixture_of(sources))
+
+
+def mixture_of(sources: int) -> tuple[list[int], list[float]]:
+    """Return sizes and weights of the sources."""
+    return [1000] * sources, [1.0 + source % 7 for source in range(sources)]
 
 
 def mixture_lines(sources: int) -> int:
@@ -301,7 +306,7 @@ def mixture_lines(sources: int) -> int:
 def evaluation_lines(sources: int) -> int:
     """Count the lines of Python that choose 256 sequences of an evaluation over `sources` sources."""
     order = mixture_order(sources)
-    return lines_run(lambda: order.first_epoch(256))
+    return lines_run(lambda: first_epoch(order, *mixture_of(sources), 256))
 
 
 def packed_bytes(tokens: int) -> int:

@@ -15,7 +15,7 @@ from torchllm.facts.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.expert_load import ExpertLoads
 from torchllm.metrics.meter import Meter, memory_gib, peak_flops, read_gpu
 from torchllm.metrics.sinks import Record, TensorBoard
-from torchllm.optim.expert_balance import StepRouting
+from torchllm.optim.router_balance import StepRouting
 from torchllm.parallel.optimistic import Padding
 from torchllm.tools.launch.lease import LeaseLost
 from torchllm.train.evaluate import HeldOutLoss

@@ -16,7 +16,7 @@ from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
-from torchllm.runtime.torch_compat import forget_meshes
+from torchllm.runtime.torch_meshes import forget_meshes
 from torchllm.tools.dry_run.trace import fake_ranks
 
 TECHNIQUES = {

@@ -26,15 +26,14 @@ from tests.operations import Operations
 from tests.patience import until
 from tests.test_architecture import FILES, imports
 from tests.workers import run
-from torchllm.runtime import torch_compat, torch_operations, torch_pipeline
+from torchllm.runtime import torch_compat, torch_meshes, torch_operations, torch_pipeline
 from torchllm.runtime.torch_compat import (
     CheckpointWrapper,
     TorchDispatchMode,
     checkpoint_wrapper,
-    flatten_mesh,
-    join_meshes,
     local_region,
 )
+from torchllm.runtime.torch_meshes import flatten_mesh, join_meshes
 from torchllm.runtime.torch_operations import varlen_attention
 from torchllm.runtime.torch_pipeline import ConnectedStage
 from torchllm.tools import torch_names
@@ -54,7 +53,8 @@ def eight_ranks() -> Iterator[None]:
 
 def test_every_name_has_a_test_here() -> None:
     tests = Path(__file__).read_text()
-    for module in (torch_compat, torch_operations, torch_pipeline, torch_names, torch_profile, torch_records):
+    modules = (torch_compat, torch_meshes, torch_operations, torch_pipeline, torch_names, torch_profile, torch_records)
+    for module in modules:
         prefix = f"{module.__name__}."
         names = {name.removeprefix(prefix) for file in FILES for name in imports(file) if name.startswith(prefix)}
         for name in names:
@@ -136,7 +136,7 @@ def sums_on_equal_meshes() -> list[float]:
         sums.append(sharded.sum().full_tensor().item())
         for group in mesh.get_all_groups():
             dist.destroy_process_group(group)
-        torch_compat.forget_meshes()
+        torch_meshes.forget_meshes()
     return sums
 
 
@@ -349,7 +349,7 @@ def test_end_all_to_all() -> None:
 @pytest.mark.usefixtures("eight_ranks")
 def test_unflatten_mesh() -> None:
     world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-    mesh = torch_compat.unflatten_mesh(flatten_mesh(world["b", "c"], "bc"), (1, 4), ("d", "e"))
+    mesh = torch_meshes.unflatten_mesh(flatten_mesh(world["b", "c"], "bc"), (1, 4), ("d", "e"))
     assert (mesh.shape, mesh.mesh_dim_names) == ((1, 4), ("d", "e"))
     assert dist.get_process_group_ranks(mesh.get_group("e")) == [4, 5, 6, 7]
     assert join_meshes(world["a"], mesh["e"]).shape == (2, 4)  # they have one root

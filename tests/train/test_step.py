@@ -18,8 +18,8 @@ from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
-from torchllm.optim.expert_balance import find_routers
 from torchllm.optim.grad_norm import gradients
+from torchllm.optim.router_balance import find_routers
 from torchllm.parallel.initialize import initialize
 from torchllm.runtime.phase import PREFIX
 from torchllm.tools.watch.breakdown import PHASES

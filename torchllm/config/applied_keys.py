@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
 from torchllm.config.schema import AppliedBy, Config
-from torchllm.config.toml import toml_value
+from torchllm.config.toml import notes_on_key, toml_value
 
 AS_SET = object()
 """a key is applied with whatever value the config has"""
@@ -134,8 +134,6 @@ def unapplied(config: Config) -> Iterator[Unapplied]:
 
 def call_for(section: type, name: str) -> AppliedBy | None:
     """Return the call that applies a key of a section; None if a recipe cannot ignore it."""
-    from torchllm.config.field_types import notes_on_key  # of no use to a loop that reads no config
-
     return next(iter(notes_on_key(section, name, AppliedBy)), None)
 
 

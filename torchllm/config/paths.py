@@ -4,9 +4,9 @@ import os
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, get_args
 
-from torchllm.config.field_types import field_types, notes_on, plain_type
 from torchllm.config.files import is_url
 from torchllm.config.schema import Config, IsPath, Source
+from torchllm.config.toml import field_types, notes_on, plain_type
 
 C = TypeVar("C", bound=Config)
 

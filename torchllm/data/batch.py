@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+IGNORED = -100
+"""label of a position without a target (torch's default ignore_index)"""
+
 
 class Batch(NamedTuple):
     """One micro batch of one rank, on its device; every tensor is (B, S) int64, on one of n cp ranks (B, S / n)."""

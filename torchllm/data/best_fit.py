@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 from torchllm.config import Data, Source
 from torchllm.config.files import cache_root
-from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
+from torchllm.data.corpus import Corpus, SequenceSource, Window
 from torchllm.data.error import DataError
 from torchllm.data.readers import describe_source, verified_records
 from torchllm.data.shard import SPLITS, Split
+from torchllm.data.synthetic import Synthetic
 from torchllm.runtime.signs_of_life import show_progress
 
 PACKED_TOGETHER = 4096

@@ -1,7 +1,8 @@
-"""Compare the data of a checkpoint with the data of the run that resumes from it."""
+"""Compare data and stages of a checkpoint and of the run that resumes from it."""
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,13 @@ from torchllm.config.paths import same_path
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER
+from torchllm.data.epoch_limits import mixed_by_size
 from torchllm.data.error import DataError
+from torchllm.data.order import PlannedStage
 from torchllm.data.readers import describe_source, name_source
+from torchllm.data.stages import limit_epochs, past_mixtures
+
+log = logging.getLogger(__name__)
 
 
 def data_differences(
@@ -95,3 +101,45 @@ def cached_corpora(data: Data, fingerprint: str) -> list[Path]:
         if cached.fingerprint == fingerprint:
             folders.append(cached.folder)
     return folders
+
+
+def stages_from_state(state: Mapping[str, Any], sources: int) -> list[PlannedStage]:
+    """Return the stages in the state of a loader; the run may have more sources by now."""
+    if "stages" not in state:
+        raise DataError("the checkpoint was trained on an iterable (IterableLoader), not on data.sources")
+    stages = []
+    for until, end, weights, *length in state["stages"]:
+        padding = [0.0] * (sources - len(weights))
+        stages.append(PlannedStage(until, end, (*weights, *padding), *length))
+    return stages
+
+
+def mixture_as_in(saved: Sequence[PlannedStage], mixture: Data, data: Data, sizes: Sequence[int]) -> Data:
+    """Return settings with the weights of a checkpoint if the run has chosen none: equal ones, or by size.
+
+    A run with finetune.epochs draws its sources by size, others equally often; a resumed run may change that. mixture:
+    settings of this run, returned if the checkpoint has other weights. sizes: of the sources.
+    """
+    for possible in (mixture, data, mixed_by_size(data, sizes)):
+        if saved[0].weights == tuple(source.weight for source in possible.sources):
+            if possible is not mixture:
+                log.info("data: the sources have the shares of the checkpoint, %s", list(saved[0].weights))
+            return possible
+    return mixture
+
+
+def limits_that_differ(
+    stages: Sequence[PlannedStage],
+    sizes: Mapping[int, Sequence[int]],
+    max_epochs: Sequence[float],
+    state: Mapping[str, Any],
+) -> list[str]:
+    """Return a line if another max_epochs would change the sequences of the run that saved a state."""
+    saved = state["fingerprint"].get("max_epochs", [])
+    saved = [*saved, *[0.0] * (len(max_epochs) - len(saved))]
+    saved_mixtures, mixtures = (
+        past_mixtures(limit_epochs(stages, sizes, limits).stages, state["sequences"]) for limits in (saved, max_epochs)
+    )
+    if saved_mixtures == mixtures:
+        return []
+    return [f"data.sources: max_epochs {saved} in the checkpoint, {max_epochs} now: one was reached by then"]

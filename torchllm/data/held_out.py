@@ -4,10 +4,11 @@ They are those of `data.validation` or, without it, what each of `data.sources` 
 one source, so that an evaluation also has the loss of each source.
 """
 
+import heapq
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torchllm.config import Data, Source, Training
 from torchllm.data.batch import Batch
 from torchllm.data.corpus import SequenceSource
-from torchllm.data.order import DataOrder, Location
+from torchllm.data.order import DataOrder, Location, Mixture
 from torchllm.data.packing import IGNORED, DataRanks
 from torchllm.data.readers import name_source
 from torchllm.data.sequence_reader import SequenceReader
@@ -81,8 +82,8 @@ class HeldOut:
         """Return the first `count` sequences, mixed by weight; `Location.source` is an index of `parts`."""
         if count > len(self._first):
             sizes = [part.sequences for part in self.parts]
-            order = DataOrder("validation", sizes, [part.weight for part in self.parts])
-            self._first = order.first_epoch(count)
+            weights = [part.weight for part in self.parts]
+            self._first = first_epoch(DataOrder("validation", sizes, weights), sizes, weights, count)
         return self._first[:count]
 
     def batches(self, count: int, device: torch.device) -> Iterator[Batch]:
@@ -117,6 +118,24 @@ class HeldOut:
             tokenizer = load_tokenizer(self.data.tokenizer)
             self._byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(labels.device)
         return self._byte_lengths[labels.clamp(min=0)].where(labels != IGNORED, 0)
+
+
+def first_epoch(order: DataOrder, sizes: Sequence[int], weights: Sequence[float], count: int) -> list[Location]:
+    """Return the first `count` sequences of epoch 0, or all if the sources have fewer. order: of these sources.
+
+    Only these sequences are visited, not the later epochs of small sources between them.
+    """
+    mixture = Mixture(weights)
+
+    def numbers_of(source: int) -> Iterator[int]:
+        for use in range(sizes[source]):
+            n = mixture.index(source, use)
+            if n is None:
+                return
+            yield n
+
+    numbers = heapq.merge(*map(numbers_of, range(len(sizes))))
+    return [order.locate(n) for n in islice(numbers, count)]
 
 
 def names_of_sources(sources: Sequence[Source]) -> list[str]:

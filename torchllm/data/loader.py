@@ -26,11 +26,11 @@ from torchllm.config.applied_keys import applied
 from torchllm.config.stages import Progress, StageSteps, span_of
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
-from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
+from torchllm.data.corpus import Corpus, SequenceSource, close_shards
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.open_sources import open_sources
-from torchllm.data.order import DataOrder, Location, PlannedStage, rounded_shares
+from torchllm.data.order import DataOrder, Location
 from torchllm.data.packing import DataRanks as DataRanks
 from torchllm.data.packing import Packed, PackedBatches
 from torchllm.data.readers import name_source
@@ -39,16 +39,14 @@ from torchllm.data.stages import (
     ContinuedStages,
     continue_stages,
     limit_epochs,
-    mixed_by_size,
-    past_mixtures,
     plan_stages,
-    stages_from_state,
     steps_within,
     tokens_of,
 )
 from torchllm.runtime.parent import end_with_starter
 
 if TYPE_CHECKING:
+    from torchllm.data.described_sources import DescribedSources
     from torchllm.data.held_out import HeldOut
     from torchllm.data.verification import Verification
 
@@ -57,8 +55,6 @@ log = logging.getLogger(__name__)
 _ENDLESS = 2**62
 """number of steps that no run reaches"""
 _PREFETCHED_STEPS = 2
-_LISTED = 5
-"""most sources that a message lists"""
 
 
 def build_loader(
@@ -179,8 +175,12 @@ class TrainLoader:
                 cut = [with_length(source, other) for source in sources]
             self._readers[other] = SequenceReader(cut, other, *settings)
             self._sizes[0 if other == length else other] = [source.count("train", other) for source in cut]
-        self._mixture = mixed_by_size(self._data, self._sizes[0]) if self._counts_epochs else self._data
+        self._mixture = self._data
         """settings with the sources' weights in training; `data` has the weights for held-out sequences"""
+        if self._counts_epochs:
+            from torchllm.data.epoch_limits import mixed_by_size  # few runs count them
+
+            self._mixture = mixed_by_size(self._data, self._sizes[0])
         self._order_by(plan_stages(self._mixture, self._training))
         self._fingerprint: dict[str, Any] = {
             "sources": fingerprints,
@@ -238,8 +238,10 @@ class TrainLoader:
         training = span_of(self._spans, self._steps + 1).training
         batch = range(self._consumed, self._consumed + training.global_batch_size)
         if any(stage.end in batch for stage in self._limited.stages[:-1]):
-            size = f"; {_describe_size(training)}" * self._data.changes_size
-            log.info("data: from step %d on %s%s", self._steps + 1, self._describe_shares(batch[-1]), size)
+            from torchllm.data.described_sources import describe_size  # few runs have stages
+
+            size = f"; {describe_size(training)}" * self._data.changes_size
+            log.info("data: from step %d on %s%s", self._steps + 1, self._described().shares(batch[-1]), size)
         self._consumed += training.global_batch_size
         self._steps += 1
         accumulation = gradient_accumulation(training, self._ranks.size)
@@ -338,22 +340,28 @@ class TrainLoader:
 
         Raises DataError (a ValueError) that lists the differences if the sequences would differ from the saved run.
         """
-        if "stages" not in state:
-            raise DataError("the checkpoint was trained on an iterable (IterableLoader), not on data.sources")
+        from torchllm.data.data_changes import (  # of no use to a fresh run
+            data_differences,
+            limits_that_differ,
+            mixture_as_in,
+            stages_from_state,
+        )
+
         settings = (record or {}).get("config", {}).get("data", {})
         saved = stages_from_state(state, len(self._sources))
         sequences = state["sequences"]
         progress = Progress(state["steps"], sequences, tokens_of(saved, sequences, self._training))
-        continued = continue_stages(self._mixture_as_in(saved), self._training, saved, progress)
+        mixture = mixture_as_in(saved, self._mixture, self._data, self._sizes[0])
+        continued = continue_stages(mixture, self._training, saved, progress)
         current = self._fingerprint
         if self._data.stage and not continued.differences:
             # Sources that were added since then, for later stages, are in no sequence so far.
             current = current | {"sources": current["sources"][: len(state["fingerprint"]["sources"])]}
-        from torchllm.data.data_changes import data_differences  # of no use to a fresh run
-
         differences = data_differences(state["fingerprint"], current, settings, self._data)
         if not differences:  # otherwise the stages may differ because the weights of the sources differ
-            differences = continued.differences or self._limits_that_differ(continued.stages, state)
+            differences = continued.differences or limits_that_differ(
+                continued.stages, self._sizes, self._max_epochs, state
+            )
         if differences:
             listed = "\n  ".join(differences)
             raise DataError(f"the checkpoint was trained on other data:\n  {listed}")
@@ -361,29 +369,6 @@ class TrainLoader:
         self._consumed = progress.sequences
         self._steps = self._proven = progress.steps
         self._order_by(continued)
-
-    def _limits_that_differ(self, stages: Sequence[PlannedStage], state: Mapping[str, Any]) -> list[str]:
-        """Return a line if another max_epochs would change the sequences of the run that saved a state."""
-        saved = state["fingerprint"].get("max_epochs", [])
-        saved = [*saved, *[0.0] * (len(self._max_epochs) - len(saved))]
-        mixtures = []
-        for limits in (saved, self._max_epochs):
-            mixtures.append(past_mixtures(limit_epochs(stages, self._sizes, limits).stages, state["sequences"]))
-        if mixtures[0] == mixtures[1]:
-            return []
-        return [f"data.sources: max_epochs {saved} in the checkpoint, {self._max_epochs} now: one was reached by then"]
-
-    def _mixture_as_in(self, saved: Sequence[PlannedStage]) -> Data:
-        """Return settings with the weights of a checkpoint if the run has chosen none: equal ones, or by size.
-
-        A run with finetune.epochs draws its sources by size, others equally often; a resumed run may change that.
-        """
-        for mixture in (self._mixture, self._data, mixed_by_size(self._data, self._sizes[0])):
-            if saved[0].weights == tuple(source.weight for source in mixture.sources):
-                if mixture is not self._mixture:
-                    log.info("data: the sources have the shares of the checkpoint, %s", list(saved[0].weights))
-                return mixture
-        return self._mixture
 
     def close(self) -> None:
         """End the worker processes and close the shards; the next step starts and opens them again.
@@ -422,6 +407,8 @@ class TrainLoader:
 
         Raises DataError if a source has no end, or if max_epochs end it before.
         """
+        from torchllm.data.synthetic import Synthetic  # of no use to other runs
+
         if any(isinstance(source, Synthetic) for source in self._sources):
             raise DataError("finetune.epochs: random tokens (data.sources of kind synthetic) have no end: set it to 0")
         applied("finetune.epochs", epochs)
@@ -433,58 +420,27 @@ class TrainLoader:
 
     def describe_sources(self, steps: int) -> list[str]:
         """Return a line per source, with its size and its epochs in a run of `steps` steps, and a line per stage."""
-        sequences = span_of(self._spans, steps).after(steps).sequences
-        lines = []
-        for index, source in enumerate(self._sources[:_LISTED]):
-            epochs = self._order.epochs(index, sequences)
-            lines.append(f"{self._names[index]}: {source.describe()}; {epochs:.3g} epochs in {steps} steps")
-        if len(self._names) > _LISTED:
-            lines.append(f"and {len(self._names) - _LISTED} other sources")
-        lines += self._held_out.describe()
-        first_step = 1
-        for stage in self._stages[:-1]:
-            lines.append(f"steps {first_step} to {stage.until}: {self._describe_shares(stage.end - 1)}")
-            first_step = stage.until + 1
-        for index, end in self._limited.used_up:
-            if self._consumed < end < sequences:
-                step = steps_within(self._spans, end - 1) + 1
-                lines.append(f"{self._names[index]}: leaves in step {step}, after {self._max_epochs[index]:g} epochs")
-        if first_step > 1:
-            lines.append(f"from step {first_step} on: {self._describe_shares(self._stages[-2].end)}")
-        for span in self._spans if self._data.changes_size else ():
-            lines.append(f"from step {span.before.steps + 1} on: {_describe_size(span.training)}")
-        return lines
-
-    def corpora(self) -> dict[str, CorpusHeader]:
-        """Return the descriptions of the first corpora among the sources, by name of the source."""
-        named = zip(self._names[:_LISTED], self._sources, strict=False)
-        return {name: source.header for name, source in named if isinstance(source, Corpus)}
-
-    def _describe_shares(self, n: int) -> str:
-        """Describe the shares of the sources at the n-th sequence, and their epochs so far."""
-        stage = next(stage for stage in self._limited.stages if not stage.end or n < stage.end)
-        total = sum(stage.weights)
-        listed = []
-        for index, weight in enumerate(stage.weights[:_LISTED]):
-            epochs = self._order.epochs(index, n)
-            listed.append(f"{weight / total:.3g} of {self._names[index]} ({epochs:.3g} epochs before)")
-        if len(stage.weights) > _LISTED:
-            listed.append(f"and {len(stage.weights) - _LISTED} other sources")
-        return ", ".join(listed)
+        described = self._described()
+        stages = described.list_stages(steps, self._consumed, self._data.changes_size)
+        return [*described.list_sources(steps), *self._held_out.describe(), *stages]
 
     def describe_rounded_shares(self) -> str:
         """List the sources whose share of the sequences differs from their weight; "" if there is none."""
-        rounded = [share for stage in self._stages for share in rounded_shares(stage.weights)]
-        listed = []
-        for share in rounded[:_LISTED]:
-            listed.append(f"{self._names[share.source]}: {share.wanted:.3g} asked, {share.used:.3g} used")
-        if len(rounded) > _LISTED:
-            listed.append(f"and {len(rounded) - _LISTED} other sources")
-        return "; ".join(listed)
+        return self._described().rounded_shares()
 
+    def _described(self) -> "DescribedSources":
+        from torchllm.data.described_sources import DescribedSources  # runs without a log print none of it
 
-def _describe_size(training: Training) -> str:
-    return f"{training.global_batch_size} sequences of {training.sequence_length} tokens per step"
+        return DescribedSources(
+            self._names, self._sources, self._max_epochs, self._stages, self._limited, self._spans, self._order
+        )
+
+    def corpora(self) -> dict[str, CorpusHeader]:
+        """Return the descriptions of the first corpora among the sources, by name of the source."""
+        from torchllm.data.described_sources import LISTED
+
+        named = zip(self._names[:LISTED], self._sources, strict=False)
+        return {name: source.header for name, source in named if isinstance(source, Corpus)}
 
 
 def _unchanged(item: Packed | DataError) -> Packed | DataError:

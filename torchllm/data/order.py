@@ -6,11 +6,9 @@ possible. A run may have stages, each with a different table. Then each pass ove
 sequences in a different order, by a keyed permutation of 0 ... size-1.
 """
 
-import heapq
-import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
@@ -23,8 +21,6 @@ _WORD = 2**64 - 1
 _ROUNDS = 6
 _LONGEST_BLOCK = 10_000
 """sequences in a mixture block; weights that need a longer block to be exact are rounded to this one"""
-_NOTICEABLE = 0.01
-"""a share with a larger relative rounding error than this is reported to the user"""
 
 
 def _mix_word(x: int) -> int:
@@ -89,28 +85,6 @@ def mixture_counts(shares: Sequence[Fraction]) -> list[int]:
     for source in by_loss[: max(0, block - sum(counts))]:
         counts[source] += 1
     return counts
-
-
-class RoundedShare(NamedTuple):
-    """A source whose share of the sequences differs from its weight."""
-
-    source: int
-    wanted: float
-    used: float
-
-
-def rounded_shares(weights: Sequence[float]) -> list[RoundedShare]:
-    """Return the sources whose share in a block differs from their weight by more than `_NOTICEABLE`."""
-    drawn = [source for source, weight in enumerate(weights) if weight > 0]
-    shares = mixture_shares([weights[source] for source in drawn])
-    counts = mixture_counts(shares)
-    block = sum(counts)
-    rounded = []
-    for source, share, count in zip(drawn, shares, counts, strict=True):
-        used = Fraction(count, block)
-        if abs(used - share) > _NOTICEABLE * share:
-            rounded.append(RoundedShare(source, float(share), float(used)))
-    return rounded
 
 
 class MixtureSlot(NamedTuple):
@@ -190,6 +164,23 @@ class PlannedStage(NamedTuple):
     """share of each source; 0: not drawn"""
     length: int = 0
     """tokens in a sequence; 0: those of training.sequence_length"""
+
+
+class UsedUp(NamedTuple):
+    """A source that has had its epochs."""
+
+    source: int
+    end: int
+    """number of the run's sequences until then"""
+
+
+class LimitedStages(NamedTuple):
+    """The stages of a run, cut where a source has had its epochs."""
+
+    stages: Sequence[PlannedStage]
+    used_up: Sequence[UsedUp] = ()
+    end: int = 0
+    """number of the run's sequences until all sources of a stage have had their epochs; 0: never"""
 
 
 def uses_in_length(used: Sequence[int], sizes: Sequence[int], new_sizes: Sequence[int]) -> list[int]:
@@ -272,25 +263,3 @@ class DataOrder:
         """Return the number of epochs over a source in the first `sequences` sequences of the run."""
         stage = self._stages[bisect_right(self._ends, sequences)]
         return self.uses(source, sequences) / stage.sizes[source]
-
-    def _sequence(self, source: int, use: int) -> int | None:
-        """Return the sequence of the run that is a source's number `use`, from 0; None if there is none."""
-        stage = next(stage for stage in reversed(self._stages) if stage.used[source] <= use)
-        index = stage.mixture.index(source, use - stage.used[source])
-        return None if index is None else stage.first + index
-
-    def first_epoch(self, count: int) -> list[Location]:
-        """Return the first `count` sequences of epoch 0, or all if the sources have fewer.
-
-        Only these sequences are visited, not the later epochs of small sources between them.
-        """
-        numbers = heapq.merge(*(self._first_numbers(source) for source in range(len(self._sizes))))
-        return [self.locate(n) for n in itertools.islice(numbers, count)]
-
-    def _first_numbers(self, source: int) -> Iterator[int]:
-        """Yield the sequences of the run in epoch 0 of a source, ascending."""
-        for use in range(self._sizes[source]):
-            n = self._sequence(source, use)
-            if n is None:
-                return
-            yield n

@@ -14,11 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torchllm.data.batch import IGNORED as IGNORED
 from torchllm.data.batch import Batch
 from torchllm.data.corpus import Window
-
-IGNORED = -100
-"""label of a position without a target (torch's default ignore_index)"""
 
 Packed = npt.NDArray[np.int32]
 """windows in one array, as `pack_windows` makes it"""
@@ -123,7 +121,11 @@ class PackedBatches:
         labels = self._by_micro_batch(_labels(ids, begins, is_target, length))
         ahead: list[Tensor | None] = [None] * self.micro_batches
         if self.depth:
-            of_windows = _ahead(ids, begins, is_target, length).unflatten(0, (*labels.shape[:2], len(self.pieces)))
+            from torchllm.data.tokens_ahead import tokens_ahead  # few models predict them
+
+            of_windows = tokens_ahead(ids, begins, is_target, length).unflatten(
+                0, (*labels.shape[:2], len(self.pieces))
+            )
             ahead = [*of_windows.movedim(2, -2).flatten(-2)]
         if not self.document_mask:
             pieces = [torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces]
@@ -154,24 +156,6 @@ def _labels(ids: Tensor, begins: Tensor, is_target: Tensor | None, length: int) 
     rows = begins // ids.shape[1]
     labels.view(-1).index_fill_(0, begins - rows - 1, IGNORED)  # labels of a row start at its second id
     return labels[:, :length]
-
-
-def _ahead(ids: Tensor, begins: Tensor, is_target: Tensor | None, length: int) -> Tensor:
-    """Return the tokens and labels further ahead of windows of ids (N, L + 1 + D), as `Batch.ahead`: (N, 2, D, L).
-
-    The arguments are those of `_labels`. A label is ignored if a document begins between its position and itself.
-    """
-    depths = range(1, ids.shape[1] - length)
-    begins_here = torch.zeros_like(ids, dtype=torch.long).view(-1).index_fill_(0, begins, 1).view(ids.shape)
-    document = begins_here.cumsum(1)
-    is_label = torch.ones_like(ids, dtype=torch.bool) if is_target is None else is_target
-    labels = []
-    for depth in depths:
-        there = slice(depth + 1, depth + 1 + length)
-        has_label = is_label[:, there] & (document[:, there] == document[:, :length])
-        labels.append(ids[:, there].long().where(has_label, IGNORED))
-    tokens = [ids[:, depth : depth + length].long() for depth in depths]
-    return torch.stack((torch.stack(tokens, 1), torch.stack(labels, 1)), 1)
 
 
 def _within_documents(first_tokens: Tensor, begins: Tensor, width: int, length: int) -> tuple[Tensor, Tensor]:

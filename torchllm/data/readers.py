@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torchllm.config import Data, Finetune, Source
 from torchllm.config.files import cache_root, is_url
-from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
+from torchllm.data.corpus import Corpus, SequenceSource
 from torchllm.data.error import DataError
 from torchllm.data.registry import READERS
 from torchllm.data.tokenizer import Tokenizer
@@ -61,6 +61,8 @@ class SyntheticReader(SourceReader):
     """Makes random tokens."""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
+        from torchllm.data.synthetic import Synthetic  # of no use to other runs
+
         tokenizer = settings.tokenizer
         return Synthetic(settings.vocab if tokenizer is None else min(settings.vocab, tokenizer.vocab))
 

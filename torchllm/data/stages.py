@@ -5,17 +5,13 @@ They agree as long as the batch sizes stay the same. A checkpoint has steps and 
 run that resumes with another batch size keeps the sequences of past stages, and ends later stages where they say.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torchllm.config import Data, Source, Training
+from torchllm.config import Data, Training
 from torchllm.config.stages import START, Progress, StageSteps, mixture_stages, spans_of
-from torchllm.data.order import Mixture, PlannedStage, mixture_shares, uses_in_length
-
-DEFAULT_WEIGHT = Source().weight
+from torchllm.data.order import LimitedStages, PlannedStage, mixture_shares
 
 
 class ContinuedStages(NamedTuple):
@@ -26,35 +22,6 @@ class ContinuedStages(NamedTuple):
     """a line for each stage that would change the sequences so far"""
 
 
-def mixed_by_size(data: Data, sizes: Sequence[int]) -> Data:
-    """Return settings with the sizes of the sources as weights, unless a weight or a stage is chosen.
-
-    Then a run goes through each source equally often.
-    """
-    is_chosen = bool(data.stage) or any(source.weight != DEFAULT_WEIGHT for source in data.sources)
-    if is_chosen or len(sizes) == 1:
-        return data
-    weighed = [replace(source, weight=float(size)) for source, size in zip(data.sources, sizes, strict=True)]
-    return replace(data, sources=tuple(weighed))
-
-
-class UsedUp(NamedTuple):
-    """A source that has had its epochs."""
-
-    source: int
-    end: int
-    """number of the run's sequences until then"""
-
-
-class LimitedStages(NamedTuple):
-    """The stages of a run, cut where a source has had its epochs."""
-
-    stages: list[PlannedStage]
-    used_up: list[UsedUp]
-    end: int
-    """number of the run's sequences until all sources of a stage have had their epochs; 0: never"""
-
-
 def limit_epochs(
     stages: Sequence[PlannedStage], sizes: Mapping[int, Sequence[int]], max_epochs: Sequence[float]
 ) -> LimitedStages:
@@ -63,35 +30,11 @@ def limit_epochs(
     sizes: sequences of each source, by `PlannedStage.length`. The other sources go on with their weights. Where none is
     left, all go on as if there were no limit.
     """
-    cut: list[PlannedStage] = []
-    used_up: list[UsedUp] = []
-    left = [True] * len(max_epochs)
-    used, before = [0] * len(max_epochs), sizes[0]
-    first = 0
-    for stage in stages:
-        own_sizes = sizes[stage.length]
-        used, before = uses_in_length(used, before, own_sizes), own_sizes
-        limits = [max(1, math.floor(size * epochs)) for size, epochs in zip(own_sizes, max_epochs, strict=True)]
-        while not stage.end or first < stage.end:
-            for source, limit in enumerate(limits):
-                if max_epochs[source] and left[source] and used[source] >= limit:
-                    left[source] = False
-                    used_up.append(UsedUp(source, first))
-            weights = tuple(weight * is_left for weight, is_left in zip(stage.weights, left, strict=True))
-            if not any(weights):
-                return LimitedStages([*cut, stages[-1]._replace(end=0)], used_up, first)
-            mixture = Mixture(weights)
-            ends = [stage.end] if stage.end else []
-            for source, limit in enumerate(limits):
-                if max_epochs[source] and weights[source]:
-                    ends.append(first + mixture.end_of(source, limit - used[source]))
-            end = min(ends, default=0)
-            cut.append(stage._replace(until=stage.until if end == stage.end else 0, end=end, weights=weights))
-            if not end:
-                return LimitedStages(cut, used_up, 0)
-            used = [count + mixture.uses(source, end - first) for source, count in enumerate(used)]
-            first = end
-    raise AssertionError("the last stage has no end")
+    if not any(max_epochs):
+        return LimitedStages(stages)
+    from torchllm.data.epoch_limits import cut_stages  # few runs have limits
+
+    return cut_stages(stages, sizes, max_epochs)
 
 
 def plan_stages(data: Data, training: Training) -> ContinuedStages:
@@ -170,12 +113,3 @@ def describe_stages(stages: Iterable[PlannedStage]) -> str:
         length = f" in sequences of {stage.length} tokens" * (stage.length > 0)
         listed.append(f"{list(stage.weights)}{length} {end}")
     return ", ".join(listed)
-
-
-def stages_from_state(state: Mapping[str, Any], sources: int) -> list[PlannedStage]:
-    """Return the stages in the state of a loader; the run may have more sources by now."""
-    stages = []
-    for until, end, weights, *length in state["stages"]:
-        padding = [0.0] * (sources - len(weights))
-        stages.append(PlannedStage(until, end, (*weights, *padding), *length))
-    return stages

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchllm.metrics.sinks import Record
 
 if TYPE_CHECKING:
-    from torchllm.optim.expert_balance import StepRouting
+    from torchllm.optim.router_balance import StepRouting
 
 
 class ExpertLoads(NamedTuple):

@@ -37,7 +37,7 @@ from torch.distributed.tensor import Shard
 
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder
-from torchllm.runtime.torch_compat import free_gather_buffer
+from torchllm.runtime.torch_meshes import free_gather_buffer
 
 
 class Unit(NamedTuple):

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchllm.config import Parallel
 from torchllm.data.packing import SequencePieces
-from torchllm.runtime.torch_compat import flatten_mesh, forget_meshes, join_meshes, unflatten_mesh
+from torchllm.runtime.torch_meshes import flatten_mesh, forget_meshes, join_meshes, unflatten_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

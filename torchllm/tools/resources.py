@@ -68,17 +68,3 @@ def find_base(directory: str, base: str, folder: str = "train_configs") -> str:
     path = Path(directory) / base
     shipped = (resource(folder) / base, resource("train_configs") / base)
     return str(next(filter(Path.is_file, shipped), path) if not os.path.exists(path) else path)
-
-
-def name_base(file: str, directory: str) -> str:
-    """Return the `base` of a new TOML file in `directory` for the parent `file`.
-
-    A file of the train_configs that come with torchllm is named relative to their folder, which holds on every machine.
-    """
-    path = Path(file).resolve()
-    train_configs = resource("train_configs").resolve()
-    if path.is_relative_to(train_configs):
-        name = path.relative_to(train_configs).as_posix()
-        if Path(find_base(directory, name)).resolve() == path:
-            return name
-    return os.path.relpath(path, Path(directory).resolve())

@@ -16,7 +16,7 @@ from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED, take_sum
-from torchllm.optim.expert_balance import ExpertBalance, StepRouting
+from torchllm.optim.expert_balance import ExpertBalance
 from torchllm.optim.grad_norm import clip, squared_norm
 from torchllm.optim.optimizer import apply_if_finite, set_mode
 from torchllm.parallel.forward_backward import ForwardBackward
@@ -25,6 +25,7 @@ from torchllm.runtime.heartbeat import heartbeat
 from torchllm.runtime.phase import phase
 
 if TYPE_CHECKING:
+    from torchllm.optim.router_balance import StepRouting
     from torchllm.parallel.optimistic import Capacities, Padding
 
 
@@ -47,7 +48,7 @@ class StepResult(NamedTuple):
     """longest run of such steps since the start of this process, int64 ()"""
     z_loss: Tensor | None = None
     """training.z_loss times the mean squared log-sum-exp of the target tokens' logits, float32 (); None: z_loss is 0"""
-    routing: StepRouting | None = None
+    routing: "StepRouting | None" = None
     """routing statistics of all ranks; None: there are no experts"""
     mtp_loss: Tensor | None = None
     """mean loss of the tokens further ahead, per target token, float32 (); None: model.mtp_depth is 0"""
@@ -76,7 +77,7 @@ class _Attempt(NamedTuple):
 
     grad_norm: Tensor
     losses: dict[str, Tensor]
-    routing: StepRouting | None
+    routing: "StepRouting | None"
     finite: Tensor
     """whether loss and gradient are, bool ()"""
 

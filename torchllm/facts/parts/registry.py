@@ -1,19 +1,12 @@
 """Which parts a block has: the library's, by file, and those that a fork registers. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.facts.parts.part import BlockPart, PartBuffer, PartParameter, Shape, shapes_of
-
-if TYPE_CHECKING:
-    from torchllm.facts.parts.costs import MixerCosts, RankShare
+from torchllm.facts.parts.part import BlockPart, PartBuffer, PartParameter, found
 
 MIXERS = ("attention", "gated_delta", "latent_attention")
 """values of model.mixer: files of this folder"""
@@ -54,26 +47,7 @@ def mixer(view: Model) -> BlockPart:
         raise UserError(f"model.mixer: {problem}")
     part = MIXERS_OF_FORKS.get(view.mixer) or _of_library(view.mixer)
     outer = around(view)
-    return with_part_around(outer, part) if outer else part
-
-
-@cache
-def with_part_around(outer: BlockPart, part: BlockPart) -> BlockPart:
-    """Return a part with what another one has around it: its parameters, its products, what it keeps and norms."""
-
-    def costs(view: Model, share: RankShare) -> MixerCosts:
-        assert outer.costs is not None
-        assert part.costs is not None
-        more, own = outer.costs(view, share), part.costs(view, share)
-        return replace(own, kept=own.kept + more.kept, normed=own.normed + more.normed)
-
-    return replace(
-        part,
-        parameters=outer.parameters + part.parameters,
-        products_in_order=lambda view: outer.products(view) + part.products(view),
-        needs_last_product=outer.needs_last_product,
-        costs=part.costs and costs,
-    )
+    return found("torchllm.facts.parts.around:with_part_around")(outer, part) if outer else part
 
 
 def problem_of_mixer(view: Model) -> str:
@@ -116,31 +90,10 @@ def norm(name: str) -> tuple[PartParameter, PartParameter]:
     return weight, bias
 
 
-def shapes_of_view(view: Model) -> dict[str, Shape]:
-    """Return the shapes of the parameters of a block of a view, by name within it, without a fork's additions."""
-    before, between, after = NORMS[view.norm_position]
-    if feed_forward(view).norms_input:
-        after = after[1:]
-    shapes = norm_shapes(view, *before) | mixer(view).shapes(view)
-    shapes |= norm_shapes(view, *between) | feed_forward(view).shapes(view)
-    return shapes | norm_shapes(view, *after)
-
-
-def buffer_shapes(view: Model) -> dict[str, Shape]:
-    """Return the shapes of the buffers of a block of a view, by name within it."""
-    declared = (*BUFFERS, *mixer(view).buffers, *feed_forward(view).buffers)
-    return {buffer.name: shape for buffer in declared if (shape := buffer.shape(view)) is not None}
-
-
 def buffer_start(name: str) -> float:
     """Return the initial value of a block's buffer, by its name within the block; of a fork's it is 0."""
     declared = (*BUFFERS, *(buffer for part in _LOADED.values() for buffer in part.buffers))
     return next((buffer.start for buffer in declared if buffer.name == name), 0.0)
-
-
-def norm_shapes(view: Model, *names: str) -> dict[str, Shape]:
-    """Return the shapes of some norms of the residual stream."""
-    return shapes_of((parameter for name in names for parameter in norm(name)), view)
 
 
 def parameter_of_block(name: str) -> PartParameter | None:

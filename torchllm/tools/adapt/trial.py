@@ -7,10 +7,11 @@ import torch
 
 from torchllm.config import Config, gradient_accumulation
 from torchllm.data.batch import Batch
-from torchllm.data.corpus import Synthetic, Window
+from torchllm.data.corpus import Window
 from torchllm.data.order import Location
 from torchllm.data.sequence_reader import SequenceReader
 from torchllm.data.shard import Split
+from torchllm.data.synthetic import Synthetic
 from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.optimizer import build_optimizer

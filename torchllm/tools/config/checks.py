@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 
 from torchllm.config.files import is_url
-from torchllm.config.schema import RAW_KINDS, Config, Data, Generate, Run, Source, Training
+from torchllm.config.schema import RAW_KINDS, Config, Generate, Run, Source
 from torchllm.facts.parts.part import WIDEST_HEAD, found
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import layout_problems
@@ -140,10 +140,9 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
                 f"{key} holds conversations, and several are packed into a sequence: set it to true, or "
                 "each would attend to the conversations before it",
             )
-    if any(source.kind == "nanogpt" for source in config.data.all_sources.values()):
-        yield from _nanogpt_problems(config.data)
-    if config.data.stage:
-        yield from _mixture_problems(config.data, config.training)
+    has_nanogpt = any(source.kind == "nanogpt" for source in config.data.all_sources.values())
+    yield from _problems_if(has_nanogpt, "nanogpt_problems", config)
+    yield from _problems_if(len(config.data.stage) > 0, "mixture_problems", config)
     if len(config.data.fim_tokens) != 3:
         yield config_error("data.fim_tokens", "must be 3 names: of the tokens before prefix, suffix and middle")
     for index, source in enumerate(config.data.sources):
@@ -154,43 +153,6 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
     if config.evaluate.interval and not config.data.validation_fraction and not config.data.validation:
         cure = "set data.validation_fraction, or name a source in [[data.validation]]"
         yield config_error("evaluate.interval", f"nothing is held out: {cure}")
-
-
-def _nanogpt_problems(data: Data) -> Iterator[ConfigError]:
-    """Check the keys that nanoGPT's files need because they have no header."""
-    if not data.dtype:
-        yield config_error("data.dtype", 'is empty, and nanoGPT\'s files do not say it: "uint16" for GPT-2')
-    if data.separator < 0:
-        yield config_error("data.separator", "is not set, and nanoGPT's files do not say it: 50256 for GPT-2")
-
-
-def _mixture_problems(data: Data, training: Training) -> Iterator[ConfigError]:
-    """Check weights and ends of the stages."""
-    from torchllm.config.stages import spans_of  # of no use to runs without stages
-
-    steps = training.steps
-    for index, (stage, span) in enumerate(zip(data.stage, spans_of(data, training), strict=False)):
-        key, until, before = span.key, span.until, span.before.steps
-        is_last = index == len(data.stage) - 1
-        if stage.weights and len(stage.weights) != len(data.sources):
-            yield config_error(
-                f"{key}.weights", f"has {len(stage.weights)} numbers: give one for each of {len(data.sources)} sources"
-            )
-        elif stage.weights and not any(stage.weights):
-            yield config_error(f"{key}.weights", "is 0 for every source: one must be over 0")
-        if is_last and until == 0:
-            continue
-        name, at = "until", f"= {until} is"
-        if stage.until_tokens:
-            name, at = "until_tokens", f"= {stage.until_tokens} tokens are read by step {until}, which is"
-        if stage.until and stage.until_tokens:
-            yield config_error(f"{key}.until", "and until_tokens both end the stage: remove one of them")
-        elif until <= before:
-            yield config_error(f"{key}.{name}", f"{at} not after step {before}, where the stage begins")
-        elif is_last and until < steps:
-            yield config_error(
-                f"{key}.{name}", f"{at} before the last step, {steps}: set it to 0, or training.steps, or add a stage"
-            )
 
 
 def _schedule_problems(config: Config) -> Iterator[ConfigError]:

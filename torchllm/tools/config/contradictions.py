@@ -1,13 +1,13 @@
 """Keys that another key makes idle: an error if one file, or the command line, has both."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from torchllm.config.schema import Config
 from torchllm.config.toml import KeyPath
 from torchllm.tools.config.draft import TRAINING_ONLY, Draft, override
-from torchllm.tools.config.idle import IdleKey, contradictions, describe_idle_keys
+from torchllm.tools.config.idle import IdleKey, contradictions
 from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import Layer, merge_layers
 
@@ -88,3 +88,16 @@ def report_contradictions(draft: Draft[Any], found: Sequence[IdleKey]) -> None:
             draft.report(path, f"{idle_key.message}{idle_key.remedy}")
     if idle:
         draft.notes.append(describe_idle_keys(idle, lambda key: draft.place(tuple(key.split(".")))))
+
+
+def describe_idle_keys(found: Sequence[IdleKey], located: Callable[[str], str]) -> str:
+    """Return one line about keys without effect. located: returns a key after its origin."""
+    keys: dict[str, list[str]] = {}
+    for idle_key in found:
+        keys.setdefault(idle_key.reason, []).append(located(idle_key.key))
+    parts = []
+    for reason, members in keys.items():
+        verb, subject = ("does", "it") if len(members) == 1 else ("do", "they")
+        needs = reason if len(members) == 1 else reason.replace("needs", "need", 1)
+        parts.append(f"{', '.join(members)}: {verb} nothing in this run: {subject} {needs}")
+    return "; ".join(parts)

@@ -29,36 +29,14 @@ def layout_problems(config: Config, world_size: int | None) -> list[ConfigError]
 
     `world_size` None: the number of ranks is unknown, and the product of the degrees is used.
     """
-    result = _layout_problems(config, world_size)
-    return [*result, *_problems_of_stages(config, world_size, result)] if config.data.changes_size else result
+    result = problems_of_one_size(config, world_size)
+    if config.data.changes_size:
+        result += found("torchllm.tools.config.rare_parts:stage_size_problems")(config, world_size, [*result])
+    return result
 
 
-def _problems_of_stages(config: Config, world_size: int | None, known: list[ConfigError]) -> Iterator[ConfigError]:
-    """Yield problems of stages with another batch size or length. known: without regard to stages."""
-    from torchllm.config.stages import of_span, spans_of  # as in checks.py
-
-    for span, settings in zip(spans_of(config.data, config.training), config.data.stage, strict=True):
-        for problem in _layout_problems(of_span(config, span), world_size):
-            if problem not in known:
-                by_batch = problem.path[-1] == "global_batch_size" or not settings.sequence_length
-                name = "global_batch_size" if by_batch and settings.global_batch_size else "sequence_length"
-                other = "" if name == problem.path[-1] else f"{problem.key}: "
-                yield config_error(f"{span.key}.{name}", f"{other}{problem.message}")
-    parallel, views = config.parallel, [of_kind.model for of_kind in config.of_kinds.values()]
-    (base, _), *others = config.data.lengths(config.training.sequence_length).items()
-    for length, key in others:
-        if parallel.expert_dispatch == "optimistic":
-            yield config_error(key, 'needs parallel.expert_dispatch = "exact": "optimistic" has buffers of one size')
-        is_cut = [(view.window_within(base) < base, view.window_within(length) < length) for view in views]
-        if parallel.cp > 1 and parallel.cp_method == "ring" and any(before != now for before, now in is_cut):
-            yield config_error(
-                key,
-                f"of sequences of {base} and {length} tokens only one kind is longer than model.window, and a ring "
-                'shares these in another way: use parallel.cp_method = "ulysses"',
-            )
-
-
-def _layout_problems(config: Config, world_size: int | None) -> list[ConfigError]:
+def problems_of_one_size(config: Config, world_size: int | None) -> list[ConfigError]:
+    """Return the `layout_problems` of a training whose steps all have the same size."""
     parallel, wrong_degrees = resolve_degrees(config.parallel, world_size, rank_remedy(config.run))
     result = [*wrong_degrees, *_tensor_problems(config)]
     obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)

@@ -12,14 +12,13 @@ which a resolved file keeps although it has no degree of -1 left.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from torchllm.config.field_types import field_types, notes_on, notes_on_key
 from torchllm.config.schema import (
     DECAY,
     EVALUATED,
@@ -39,6 +38,7 @@ from torchllm.config.schema import (
     OfKinds,
     Source,
 )
+from torchllm.config.toml import field_types, notes_on, notes_on_key
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.toml_files import parse_value
 
@@ -91,19 +91,6 @@ def keys_of_other_recipes(config: Config, is_finetuning: bool) -> list[IdleKey]:
     """Return the keys that have no effect in a training, by recipes/finetune.py or another recipe."""
     found = _unmet(config, "elsewhere")
     return [idle_key for idle_key in found if not (is_finetuning and idle_key.key.startswith("finetune."))]
-
-
-def describe_idle_keys(found: Sequence[IdleKey], located: Callable[[str], str]) -> str:
-    """Return one line about keys without effect. located: returns a key after its origin."""
-    keys: dict[str, list[str]] = {}
-    for idle_key in found:
-        keys.setdefault(idle_key.reason, []).append(located(idle_key.key))
-    parts = []
-    for reason, members in keys.items():
-        verb, subject = ("does", "it") if len(members) == 1 else ("do", "they")
-        needs = reason if len(members) == 1 else reason.replace("needs", "need", 1)
-        parts.append(f"{', '.join(members)}: {verb} nothing in this run: {subject} {needs}")
-    return "; ".join(parts)
 
 
 def _unmet(config: Config, kind: str) -> Iterator[IdleKey]:

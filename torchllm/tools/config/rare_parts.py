@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Model
+from torchllm.config.stages import of_span, spans_of
 from torchllm.tools.config.checks import model_problems
+from torchllm.tools.config.degrees import problems_of_one_size
 from torchllm.tools.config.read import ConfigError, config_error, key_of_kind
 
 
@@ -209,3 +211,63 @@ def update_problems(config: Config) -> Iterator[ConfigError]:
     for target, count in Counter(lora.targets).items():
         if count > 1:
             yield config_error("lora.targets", f"names {target} {count} times")
+
+
+def nanogpt_problems(config: Config) -> Iterator[ConfigError]:
+    """Check the keys that nanoGPT's files need because they have no header."""
+    data = config.data
+    if not data.dtype:
+        yield config_error("data.dtype", 'is empty, and nanoGPT\'s files do not say it: "uint16" for GPT-2')
+    if data.separator < 0:
+        yield config_error("data.separator", "is not set, and nanoGPT's files do not say it: 50256 for GPT-2")
+
+
+def mixture_problems(config: Config) -> Iterator[ConfigError]:
+    """Check weights and ends of the stages."""
+    data, training = config.data, config.training
+    steps = training.steps
+    for index, (stage, span) in enumerate(zip(data.stage, spans_of(data, training), strict=False)):
+        key, until, before = span.key, span.until, span.before.steps
+        is_last = index == len(data.stage) - 1
+        if stage.weights and len(stage.weights) != len(data.sources):
+            yield config_error(
+                f"{key}.weights", f"has {len(stage.weights)} numbers: give one for each of {len(data.sources)} sources"
+            )
+        elif stage.weights and not any(stage.weights):
+            yield config_error(f"{key}.weights", "is 0 for every source: one must be over 0")
+        if is_last and until == 0:
+            continue
+        name, at = "until", f"= {until} is"
+        if stage.until_tokens:
+            name, at = "until_tokens", f"= {stage.until_tokens} tokens are read by step {until}, which is"
+        if stage.until and stage.until_tokens:
+            yield config_error(f"{key}.until", "and until_tokens both end the stage: remove one of them")
+        elif until <= before:
+            yield config_error(f"{key}.{name}", f"{at} not after step {before}, where the stage begins")
+        elif is_last and until < steps:
+            yield config_error(
+                f"{key}.{name}", f"{at} before the last step, {steps}: set it to 0, or training.steps, or add a stage"
+            )
+
+
+def stage_size_problems(config: Config, world_size: int | None, known: list[ConfigError]) -> Iterator[ConfigError]:
+    """Yield problems of stages with another batch size or length. known: without regard to stages."""
+    for span, settings in zip(spans_of(config.data, config.training), config.data.stage, strict=True):
+        for problem in problems_of_one_size(of_span(config, span), world_size):
+            if problem not in known:
+                by_batch = problem.path[-1] == "global_batch_size" or not settings.sequence_length
+                name = "global_batch_size" if by_batch and settings.global_batch_size else "sequence_length"
+                other = "" if name == problem.path[-1] else f"{problem.key}: "
+                yield config_error(f"{span.key}.{name}", f"{other}{problem.message}")
+    parallel, views = config.parallel, [of_kind.model for of_kind in config.of_kinds.values()]
+    (base, _), *others = config.data.lengths(config.training.sequence_length).items()
+    for length, key in others:
+        if parallel.expert_dispatch == "optimistic":
+            yield config_error(key, 'needs parallel.expert_dispatch = "exact": "optimistic" has buffers of one size')
+        is_cut = [(view.window_within(base) < base, view.window_within(length) < length) for view in views]
+        if parallel.cp > 1 and parallel.cp_method == "ring" and any(before != now for before, now in is_cut):
+            yield config_error(
+                key,
+                f"of sequences of {base} and {length} tokens only one kind is longer than model.window, and a ring "
+                'shares these in another way: use parallel.cp_method = "ulysses"',
+            )

@@ -506,8 +506,9 @@ class _DataInspector:
     def _inspect_raw_source(self, key: str, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the files of a source that is tokenized when the run starts, or at its shards if it has been."""
         from torchllm.data.readers import open_corpus
-        from torchllm.tools.prepare.cache import cached_folder, find_cached, plan_corpus, refuse_large_source
+        from torchllm.tools.prepare.cache import cached_folder, find_cached, plan_corpus
         from torchllm.tools.prepare.chosen_files import source_files
+        from torchllm.tools.prepare.fill_cache import refuse_large_source
 
         if source.kind == "hub":
             self.held_out = None

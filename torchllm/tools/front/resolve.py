@@ -25,7 +25,7 @@ from torchllm.facts.parts.registry import problem_of_mixer
 from torchllm.tools.config.degrees import Obstacle, obstacle_to_compiled_blocks, rank_remedy
 from torchllm.tools.config.draft import Draft, parse_arguments, read_draft
 from torchllm.tools.config.environment import refuse, system_errors_on_one_line
-from torchllm.tools.config.idle import describe_idle_keys, keys_of_other_recipes
+from torchllm.tools.config.idle import keys_of_other_recipes
 from torchllm.tools.config.refuse import finish, refuse_unknown_mixers
 from torchllm.tools.launch.compiler import AMD_DRIVER, count_gpus, lack_of_gpu_compiler
 
@@ -118,6 +118,8 @@ def _keys_of_other_recipes(draft: Draft[Any], is_finetuning: bool) -> Iterator[s
     idle = keys_of_other_recipes(draft.config, is_finetuning)
     found = [idle_key for idle_key in idle if draft.is_asked_about(tuple(idle_key.key.split(".")))]
     if found and not draft.config.run.dry_run:
+        from torchllm.tools.config.contradictions import describe_idle_keys  # of no use to most runs
+
         yield describe_idle_keys(found, lambda key: draft.place(tuple(key.split("."))))
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torchllm.config import Model, Recompute
 from torchllm.facts.flops import head_size, recompute_interval
 from torchllm.facts.parameters import rule_of
-from torchllm.facts.parts.registry import mixer, norm_shapes
-from torchllm.facts.shapes import block_shapes, parameter_shapes
+from torchllm.facts.parts.registry import mixer
+from torchllm.facts.shapes import block_shapes, norm_shapes, parameter_shapes
 from torchllm.tools.planner.compute import Piece
 from torchllm.tools.planner.experts import expert_parameters
 

@@ -3,11 +3,8 @@
 import json
 import logging
 import os
-import shlex
-import sys
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from torchllm.config import Data, Source
@@ -17,10 +14,9 @@ from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER
 from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings, verified_records
-from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.chosen_files import choose_files
 from torchllm.tools.prepare.plan import CorpusPlan, may_write_calls
-from torchllm.tools.prepare.source_files import changes_of, content_of
+from torchllm.tools.prepare.source_files import SOURCE, changes_of, content_of
 
 log = logging.getLogger(__name__)
 
@@ -98,21 +94,6 @@ def is_cached(folder: Path) -> bool:
     return True
 
 
-def refuse_large_source(plan: CorpusPlan, data: Data) -> None:
-    """Raise DataError if the raw source of a plan is over data.max_raw_mib, or of the hub and of unknown size."""
-    from torchllm.tools.prepare.hub_rows import raw_mib  # of no use to a run whose corpora are cached
-
-    size = raw_mib(plan.source, plan.files)
-    if size is None or size > data.max_raw_mib:
-        arguments = [word for word in sys.argv[1:] if word != "--check" and not word.startswith("--run.folder=")]
-        size_text = "of unknown size" if size is None else f"{size:,.0f} MiB"
-        raise DataError(
-            f"data.sources: {plan.source.path or plan.source.kind!r} is {size_text}; only {data.max_raw_mib:,.0f} MiB "
-            "(data.max_raw_mib) are tokenized at the start of a run. Tokenize it once, then train on kind = 'tokens':\n"
-            f"    python recipes/prepare.py {shlex.join(arguments)} --prepare.folder=tokens"
-        )
-
-
 def find_cached(data: Data, plan: CorpusPlan) -> CorpusPlan | None:
     """Return a plan with the split of its corpus in the cache: by the text of documents, or the last tokens.
 
@@ -130,10 +111,9 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
     if cached := find_cached(data, plan):
         plan = cached
     else:
-        refuse_large_source(plan, data)
-        from torchllm.tools.prepare.build import choose_split
+        from torchllm.tools.prepare.fill_cache import with_split
 
-        plan = choose_split(plan)
+        plan = with_split(plan, data)
     folder = cached_folder(data, plan)
     if is_cached(folder):
         damage = _find_damage(folder, data)
@@ -141,47 +121,24 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
             _refuse_other_text(folder, plan)
             return folder
         log.warning("data.cache: %s; its source is tokenized again", damage)
-    refuse_large_source(plan, data)
-    # Of no use to a run whose corpora are cached.
-    from torchllm.runtime.host_limits import usable_cores
-    from torchllm.tools.prepare.build import write_corpus
+    from torchllm.tools.prepare.fill_cache import tokenize_into  # of no use to a run whose corpora are cached
 
-    load = partial(load_tokenizer, data.tokenizer, usable_cores())
-    source = _described(plan)  # before it is read: a later change shows
-    write_corpus(plan, load, folder, max_bad_share=data.max_bad_share)
-    _note_source(folder, source)
+    tokenize_into(folder, plan, data)
     return folder
-
-
-_SOURCE = "source.json"
-"""name of the file that says from which text a corpus was made"""
-
-
-def _described(plan: CorpusPlan) -> str:
-    """Return JSON of the changes and the content of a source; "" if a file cannot be read."""
-    with suppress(OSError):
-        return json.dumps([changes_of(plan.files), content_of(plan.files)])
-    return ""
-
-
-def _note_source(folder: Path, source: str) -> None:
-    """Write from which text a corpus was made; a job that shares the cache reads all of it, old or new."""
-    from torchllm.tools.prepare.corpus_writer import replacing  # most runs write nothing
-
-    with replacing([folder / _SOURCE]) as (file,):
-        file.write(source.encode())
 
 
 def _refuse_other_text(folder: Path, plan: CorpusPlan) -> None:
     """Raise DataError if a corpus in the cache was made from other text, though the files have its sizes and times."""
     try:
-        recorded, content = json.loads((folder / _SOURCE).read_bytes())
+        recorded, content = json.loads((folder / SOURCE).read_bytes())
         changes = changes_of(plan.files)
         if changes == recorded:
             return
         if content == content_of(plan.files):
+            from torchllm.tools.prepare.fill_cache import note_source  # of no use to a source that was not touched
+
             with suppress(OSError):  # of another user: then the next start reads the text again
-                _note_source(folder, json.dumps([changes, content]))
+                note_source(folder, json.dumps([changes, content]))
             return
     except (OSError, ValueError, TypeError):  # it was damaged, or removed
         return

@@ -11,6 +11,9 @@ from torchllm.config.files import check_regular
 from torchllm.data.checked_file import file_sums
 from torchllm.data.error import DataError
 
+SOURCE = "source.json"
+"""name of the file that says from which text a corpus was made"""
+
 
 class SourceFile(NamedTuple):
     """A file of a source, with the properties that show whether it has to be read again."""

@@ -185,7 +185,7 @@ def _forget_layout() -> None:
 
     import torch
 
-    from torchllm.runtime.torch_compat import forget_meshes
+    from torchllm.runtime.torch_meshes import forget_meshes
 
     forget_meshes()
     if "torch._dynamo" in sys.modules:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config import FAMILIES, Model
 from torchllm.config.errors import UserError
-from torchllm.facts.parts.registry import buffer_shapes
-from torchllm.facts.shapes import Shape, parameter_shapes
+from torchllm.facts.shapes import Shape, buffer_shapes, parameter_shapes
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 """entries of layer_types: blocks without the window, and with it"""

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
+from torchllm.tools.config.named_base import name_base
 from torchllm.tools.planner.calibration.fit import (
     OF_A_MACHINE,
     UNITS,
@@ -30,7 +31,7 @@ from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.software import Constants
-from torchllm.tools.resources import find_config, name_base
+from torchllm.tools.resources import find_config
 
 MACHINE = "machine"
 """name of the speed that is fitted"""

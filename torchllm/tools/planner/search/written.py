@@ -9,6 +9,7 @@ from torchllm.config import Config
 from torchllm.config.toml import toml_value
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.idle import idle_keys
+from torchllm.tools.config.named_base import name_base
 from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.planner.search.explain import layout_figures
@@ -16,7 +17,7 @@ from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.question import PlannedModel
 from torchllm.tools.planner.search.search import Ranked
 from torchllm.tools.planner.validity import is_measured
-from torchllm.tools.resources import find_config, name_base
+from torchllm.tools.resources import find_config
 
 DEFAULT_DATA = [
     "",
