@@ -11,6 +11,7 @@ hangs less easily.
 What depends on values is not seen: how many rows a rank sends to the experts of another is taken as the same for all.
 """
 
+import itertools
 import json
 import multiprocessing
 import sys
@@ -25,13 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.hollow.layouts import layouts as hollow_layouts
-from tests.lattice import SPACE, describe_layout, read_sample
+from tests.lattice import LAYOUT, SPACE, Layout, describe_layout, read_sample, settings_of
 from torchllm.config import Config, gradient_accumulation
 from torchllm.parallel.mesh import build_mesh
 from torchllm.tools.config.load import load_config
 from torchllm.tools.dry_run import trace
 from torchllm.tools.dry_run.apart import in_processes
 from torchllm.tools.dry_run.tracker import Tracker, find_group
+from torchllm.tools.proof.layouts import AXES
 
 WORKERS = 2
 
@@ -202,6 +204,33 @@ def all_layouts() -> dict[str, Config]:
     for name, arguments in hollow_layouts().items():
         configs[f"hollow: {name}"] = resolve(arguments)
     return configs
+
+
+def chosen_layouts() -> dict[str, Config]:
+    """Return those of `all_layouts` that the tests trace: half of the ranks.
+
+    Orders differ between ranks by settings of the layout: each pair of these is among them, and each option of the
+    model or of training with each axis that shares what it sends.
+    """
+    sample = read_sample()
+    layouts = [*sample.first, *sample.rest]
+    covered = {describe_layout(layout): _combinations(layout) for layout in layouts}
+    ranks = {describe_layout(layout): SPACE.config(layout).parallel.ranks for layout in layouts}
+    missing = set().union(*covered.values())
+    chosen = []
+    while missing:
+        chosen.append(max(covered, key=lambda name: len(covered[name] & missing) / ranks[name]))
+        missing -= covered[chosen[-1]]
+    return {name: config for name, config in all_layouts().items() if name in chosen or name not in covered}
+
+
+def _combinations(layout: Layout) -> set[frozenset[Any]]:
+    """Return pairs of settings of a layout, and of an option and an axis of several ranks."""
+    of_layout = [setting for setting in settings_of(layout) if setting[0] in LAYOUT]
+    options = settings_of(layout).difference(of_layout)
+    axes = [axis for axis in AXES if layout[axis] > 1]
+    pairs = {frozenset(pair) for pair in itertools.combinations(of_layout, 2)}
+    return pairs | {frozenset((option, axis)) for option in options for axis in axes}
 
 
 def resolve(arguments: Iterable[str]) -> Config:

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from tests.facts.test_model_sizes import MODELS_BY_FEATURES
 from tests.runtime.test_run_train import clean
 from tests.test_docs import load_script
 from torchllm.config import Config, write_config
@@ -30,7 +31,6 @@ FOLDER = ROOT / "train_configs"
 # These are no runs: tests/tools/planner/test_cluster.py, tests/recipes/test_sweep.py, tests/tools/pipeline read them.
 NO_RUNS = {file for folder in ("clusters", "sweeps", "pipeline") for file in FOLDER.glob(f"{folder}/**/*.toml")}
 FILES = sorted({*FOLDER.rglob("*.toml")} - NO_RUNS)
-MODELS = sorted(FOLDER.glob("models/*.toml"))
 MODELS_BY_DEFAULT = ("llama3_1b.toml", "moe_debug.toml")
 RUNS = sorted({*FOLDER.glob("*.toml")} | {*FOLDER.glob("benchmarks/*.toml")})
 PLANNED_BY_DEFAULT = ("llama_1b_1gpu.toml", "llama3_8b_64gpu.toml", "qwen3_30b_a3b_8gpu.toml")
@@ -95,9 +95,12 @@ def test_files_and_their_resolved_configs_load_without_a_line(
             assert capsys.readouterr() == ("", ""), file
 
 
-@pytest.mark.parametrize("file", left_for_the_night(MODELS, *MODELS_BY_DEFAULT), ids=name_of)
+@pytest.mark.parametrize("file", left_for_the_night(MODELS_BY_FEATURES, *MODELS_BY_DEFAULT), ids=name_of)
 def test_model_dry_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank, with two blocks, or one of each place in the pattern; with experts, the first may be dense."""
+    """One file of each set of features, whose sizes are in tests/facts/test_model_sizes.py.
+
+    On one rank, with two blocks, or one of each place in the pattern; with experts, the first may be dense.
+    """
     monkeypatch.setenv("NPROC", "1")
     text = file.read_text()
     blocks = max(2, len(tomllib.loads(text)["model"].get("pattern", ())))

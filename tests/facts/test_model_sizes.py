@@ -2,8 +2,9 @@
 
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,25 @@ FILES = [*EXACT, *GPT, *SPARSE, *GLM, *LATENT, *RECURRENT]
 
 def load(name: str) -> Model:
     return read_table(Model, tomllib.loads((FOLDER / f"{name}.toml").read_text())["model"], [])
+
+
+def features(view: Model) -> tuple[Any, ...]:
+    """Return what a block has, and not how much of it: blocks with the same features differ in their sizes."""
+    values = (getattr(view, field.name) for field in fields(Model))
+    return tuple(bool(value) if isinstance(value, int) else value for value in values if isinstance(value, (int, str)))
+
+
+def features_of_blocks(name: str) -> tuple[Any, ...]:
+    """Return the features of the blocks of a file: of a period of its pattern, or of the first and the last."""
+    model = load(name)
+    places = range(len(model.pattern)) if model.pattern else (0, model.layers - 1)
+    return tuple(features(model.of_block(place)) for place in places)
+
+
+MODELS_BY_FEATURES = sorted(
+    {features_of_blocks(path.stem): path for path in sorted(FOLDER.glob("*.toml"))[::-1]}.values()
+)
+"""the first file of each set of features"""
 
 
 def test_gpts_of_narayanan() -> None:

@@ -25,15 +25,12 @@ BY_DEFAULT: dict[str, Settings] = {
     "expert parallel": {"parallel.dp_shard": 2, "parallel.ep": 2, **MIXTURE},
 }
 LAYOUTS: dict[str, Settings] = {
-    "tensor parallel": {"parallel.tp": 2, **CHUNKS},
     "a tied embedding over a pipeline": {"parallel.pp": 2, "model.tied_embeddings": True, **CHUNKS},
     "a loop of stages, experts": {
         **{"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "parallel.virtual_stages": 2},
         **{"parallel.dp_shard": 2, "parallel.ep": 2, **MIXTURE},
     },
     "experts over tp": {**SP, "parallel.ep": 2, **MIXTURE},
-    "every block but one": {"parallel.dp_shard": 2, "recompute.mode": "every_k", "recompute.k": 2},
-    "frozen": {"parallel.pp": 2, "model.frozen": r"embed.*|layers\\.[024]\\..*", "recompute.mode": "full"},
     "compiled blocks": {"parallel.dp_shard": 2, "compile.block": True, "compile.loss": True},
     "compiled blocks over tp": {**SP, "compile.block": True},
     "compiled parts of experts over tp": {**SP, **MIXTURE, "compile.block": True},

@@ -64,7 +64,6 @@ BY_DEFAULT: dict[str, Settings] = {
     ),
 }
 LAYOUTS: dict[str, Settings] = {
-    "Gemma 4 with experts, tensor parallel": GEMMA4_EXPERTS | {"parallel.tp": 2, "recompute.mode": "selective"},
     "Gemma 4 with experts, over FSDP": (
         GEMMA4_EXPERTS | {"parallel.dp_shard": 2, "parallel.ep": 2, "recompute.mode": "ffn"}
     ),
@@ -79,18 +78,13 @@ LAYOUTS: dict[str, Settings] = {
         GEMMA4_EXPERTS | ULYSSES | {"recompute.mode": "selective_half", "model.mtp_depth": 1}
     ),
     "Gemma 4, a ring": GEMMA4 | RING,
-    "Ministral 3, a ring": MINISTRAL3 | RING,
     "Ministral 3, sequence parallel, compiled": MINISTRAL3 | SP | {"compile.block": True},
-    "Ministral 3, split backward of segments": MINISTRAL3 | ZBV,
-    "Gemma 4, Ulysses, half of the products": GEMMA4 | ULYSSES | {"recompute.mode": "selective_half"},
-    "Gemma 4, split backward of segments": GEMMA4 | ZBV,
     "Gemma 4, gates, values of keys with biases": (
         GEMMA4 | {"parallel.tp": 2, "model.attention_gate": "element", "model.qkv_bias": True}
     ),
     "Gemma 2, tensor parallel, chunks, z-loss": (
         GEMMA2 | {"parallel.tp": 2, "training.loss_chunk": 20, "training.z_loss": 0.02}
     ),
-    "Gemma 2, selective recomputation": GEMMA2 | {"parallel.dp_shard": 2, "recompute.mode": "selective"},
 }
 
 

@@ -35,17 +35,13 @@ LAYOUTS: dict[str, Settings] = {
     "split backward": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"},
 }
 AT_NIGHT: dict[str, Settings] = {
-    "lora": {"lora.rank": 3, "lora.alpha": 12.0},
     "lora, half": {"lora.rank": 3, "lora.alpha": 12.0, "recompute.mode": "selective_half"},
     "gpt, half": {"model.family": "gpt", "model.kv_heads": 0, "recompute.mode": "selective_half"},
     "every_k, ring": {"recompute.mode": "every_k", "parallel.cp": 2},
     "selective, ring": {"recompute.mode": "selective", "parallel.cp": 2},
     "segment": {"recompute.mode": "segment"},
     "full": {"recompute.mode": "full"},
-    "interleaved": {"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B"},
-    "latent attention": LATENT,
     "latent attention, selective": {**LATENT, "recompute.mode": "selective"},
-    "experts cut by tp": EXPERTS,
     "experts cut by tp, selective": {**EXPERTS, "recompute.mode": "selective"},
     "experts over ep, selective": {**EXPERTS, "parallel.ep": 2, "recompute.mode": "selective"},
     "split backward, ffn": {"parallel.pp": 2, "parallel.schedule": "InterleavedZeroBubble", "recompute.mode": "ffn"},

@@ -78,11 +78,6 @@ def test_kinds_with_and_without_windows_train_the_same_model(documents: Settings
     "layout",
     [
         {"parallel.cp": 3, "model.attention": "eager", "training.sequence_length": 48},
-        {"recompute.mode": "full"},
-        {"recompute.mode": "selective"},
-        {"recompute.mode": "selective_half", "parallel.dp_shard": 2},
-        {"parallel.tp": 2, "parallel.pp": 2},
-        {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4},
         {"compile.block": True},
     ],
     ids=str,

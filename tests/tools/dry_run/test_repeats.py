@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.facts.test_model_sizes import MODELS_BY_FEATURES
 from tests.parity import Settings, tiny
 from tests.tools.dry_run import apart
 from torchllm.config import Config, Kinds, gradient_accumulation
@@ -27,8 +28,6 @@ from torchllm.tools.dry_run.repeats import (
 from torchllm.tools.dry_run.run import plan_trace, rank_kinds
 from torchllm.tools.dry_run.trace import count_blocks, trace
 from torchllm.tools.dry_run.tracker import BlockBegins, Sent
-
-MODELS = sorted((Path(__file__).parents[3] / "train_configs" / "models").glob("*.toml"))
 
 
 class Content(NamedTuple):
@@ -196,8 +195,8 @@ def test_few_blocks_of_every_layout_stand_for_all(name: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
-def test_few_blocks_of_every_model_stand_for_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", MODELS_BY_FEATURES, ids=lambda file: file.stem)
+def test_few_blocks_of_every_form_stand_for_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its sizes, with four periods between both ends, after a block that is dense where the model has such."""
     monkeypatch.setenv("NPROC", "8")
     arguments = ["--training.sequence_length=256", "--training.global_batch_size=16", "--parallel.dp_shard=8"]

@@ -383,23 +383,17 @@ MORE_TRAINED = [
     ("olmoe", ("fsdp",), ""),
     ("qwen2", ("fsdp", "sp"), "uneven"),
     ("gpt-oss", ("fsdp",), ""),
-    ("gpt-oss-linear", ("tp",), "uneven"),
     ("glm4-moe-lite", ("tp",), ""),
     ("hy-v3", ("fsdp", "sp"), ""),
     ("seed-oss", ("tp",), "uneven"),
     ("qwen3-next", ("tp",), ""),
-    ("qwen3-next-dense", ("1f1b",), "uneven"),
     ("qwen3.5", ("cp",), ""),
     ("qwen3.5-groups", ("fsdp",), ""),
     ("qwen3.5-moe", ("sp",), "uneven"),
     ("olmo-hybrid", ("sp",), ""),
     ("qwen2-moe", ("tp",), "uneven"),
-    ("qwen2-moe-dense", ("1f1b",), ""),
     ("ernie4.5", ("sp",), "uneven"),
-    ("ernie4.5-yarn", ("cp",), ""),
     ("ernie4.5-moe", ("tp",), "uneven"),
-    ("ernie4.5-moe-yarn", ("fsdp",), ""),
-    ("olmo-hybrid-nope", ("1f1b",), "uneven"),
 ]
 
 

@@ -10,7 +10,8 @@ import torchllm.config as c
 from tests.tools.dry_run import preload
 from tests.tools.planner.memory_layouts import GPU, peak_errors, read_model
 from tests.tools.planner.test_predict import case
-from torchllm.facts.parts.registry import parameter_of_block, shapes_of_view
+from torchllm.facts.parts.registry import parameter_of_block
+from torchllm.facts.shapes import shapes_of_view
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.comms import Group
@@ -161,7 +162,9 @@ def omitted_bytes(model: c.Model, layout: dict[str, Any]) -> float:
     return omitted * 2 * (layout["tp"] - 1) / layout["tp"] if "tp" in layout else 0.0
 
 
-CASES = [(model, layout) for model in MODELS for layout in SHARED]
+EACH_AXIS = ("tp", "tp, sp, ring", "ulysses")
+"""layouts of models whose mixers the first has, too: what is sent over tp, over a ring and by Ulysses"""
+CASES = [(model, layout) for model in MODELS for layout in (SHARED if model == "every mixer" else EACH_AXIS)]
 BY_DEFAULT = [("every mixer", "ring of four")]
 
 

@@ -8,16 +8,16 @@ before it makes a plan wrong by the same share.
 """
 
 import functools
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.facts import test_model_sizes
-from tests.facts.test_model_sizes import FOLDER
+from tests.facts.test_model_sizes import FOLDER, features
 from torchllm.config import Model, Parallel, Recompute, Training
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.runtime.torch_compat import FakeTensorMode
@@ -47,13 +47,7 @@ def load(name: str) -> Model:
     return replace(view, attention="sdpa", score_softcap=0.0) if view.attention == "flex" else view
 
 
-def features(name: str) -> tuple[Any, ...]:
-    """Return what a model has, and not how much of it: models with the same features differ in their sizes."""
-    values = (getattr(load(name), field.name) for field in fields(Model))
-    return tuple(bool(value) if isinstance(value, int) else value for value in values if isinstance(value, (int, str)))
-
-
-ONE_OF_EACH = list({features(name): name for name in reversed(FILES)}.values())
+ONE_OF_EACH = list({features(load(name)): name for name in reversed(FILES)}.values())
 """the first file with the same features"""
 
 
