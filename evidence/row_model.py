@@ -1,26 +1,37 @@
 """Read the model of a row of measurements. No torch."""
 
 import re
+from dataclasses import replace
+from functools import cache
 from typing import Any, get_args
 
 from evidence.cells import Cells
 from torchllm.config import FAMILIES, Model
 from torchllm.facts.flops import parameter_count
+from torchllm.tools.planner.search.question import MODELS, read_model
 from torchllm.tools.planner.software import Software
 
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 """letters after a number of parameters"""
 SAME_MODEL = 0.3
 """largest difference of two parameter counts of one model: sources count embeddings and heads differently"""
+WITHOUT_COLUMN = re.compile(r"\b(MLA|latent attention|linear attention|sliding window|sinks?)\b", re.IGNORECASE)
+"""parts of a block that a table has no columns for, as notes name them"""
 
 
 def model_of(cells: Cells, software: Software) -> Model:
-    """Return the model of a row. ValueError says which size is missing or wrong.
+    """Return the model of a row. ValueError says which size is missing or wrong, or which part has no column.
 
-    A dense row does not say if its feed-forward layers are gated: the family is the one that has the published number
-    of parameters, else the one whose usual width the row has.
+    It is the one of train_configs/models that the row names and whose sizes it has, whatever its blocks are made of.
+    Of others the columns decide. A dense row does not say if its feed-forward layers are gated: the family is the one
+    that has the published number of parameters, else the one whose usual width the row has.
     """
     sizes = _sizes(cells, software)
+    named = model_named(cells.text("model"))
+    if named is not None and _has_sizes(cells, named):
+        return replace(named, vocab=sizes["vocab"], max_sequence_length=sizes["max_sequence_length"])
+    if part := WITHOUT_COLUMN.search(cells.text("note")):
+        raise ValueError(f"{part[0]}: the planner would need a file of the model in train_configs/models")
     if cells.text("experts"):
         return _model("llama", cells, {**sizes, **_experts(cells)})
     width = cells.number_or("ffn", 0)
@@ -39,6 +50,27 @@ def model_of(cells: Cells, software: Software) -> Model:
         if distance(closest) < SAME_MODEL:  # else it is a part of the model, as one layer
             return closest
     return gpt if width == 4 * sizes["hidden"] else llama
+
+
+def model_named(name: str) -> Model | None:
+    """Return the model of train_configs/models that has this name, whatever its capitals, blanks and hyphens."""
+    file = _model_files().get(_plain(name))
+    return None if file is None else read_model(file).config.model
+
+
+@cache
+def _model_files() -> dict[str, str]:
+    return {_plain(file.stem): file.stem for file in MODELS.glob("*.toml")}
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _has_sizes(cells: Cells, model: Model) -> bool:
+    """Return whether a row has the sizes of a model: names are also given to models with fewer blocks."""
+    sizes = ("layers", "hidden", "heads", "experts", "top_k")
+    return all(cells.number_or(size, 0) == getattr(model, size) for size in sizes)
 
 
 def _model(family: str, cells: Cells, sizes: dict[str, Any]) -> Model:

@@ -138,6 +138,21 @@ class Torchtitan(Software):
 
 
 @dataclass(frozen=True)
+class Automodel(Software):
+    """github.com/NVIDIA-NeMo/Automodel: FSDP2, not the Megatron-Core of NeMo.
+
+    Kernels as in examples/benchmark/configs/*_te_deepep.yaml: Transformer Engine's attention and norms, experts by
+    DeepEP, whose kernels put rows in order.
+    """
+
+    overlaps_reduction: bool = True
+    attention: AttentionKernel = "flash3"
+    fused_norm: bool = True
+    fuses_permutations: bool = True
+    sends_tokens_once: bool = True
+
+
+@dataclass(frozen=True)
 class MegatronCore(Megatron):
     """github.com/NVIDIA/Megatron-LM, megatron/core, as its own tests and scripts run it.
 
@@ -248,6 +263,7 @@ FACTS: dict[str, Software] = {
     "fms-fsdp": FmsFsdp(),
     "internevo": InternEvo(),
     "prime-rl": PrimeRl(),
+    "automodel": Automodel(),
     "torchllm": TORCHLLM,
 }
 SPEEDS = {
@@ -297,6 +313,7 @@ OTHER_NAMES = {
 }
 """lower-case names of stacks in tables, and their names here"""
 KINDS = {
+    "automodel": "automodel",  # before "nemo", which its name has too
     "nanotron": "nanotron-2025",
     "llm-foundry": "llm-foundry-2023",
     "torchtitan": "torchtitan",

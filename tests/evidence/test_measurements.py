@@ -13,6 +13,7 @@ from evidence.stacks import KINDS, OTHER_NAMES, STACKS, stack_of
 from tests.evidence.tables import case_of
 from tests.tools.planner.calibration.sweeps import ROW
 from torchllm.facts.flops import parameter_count
+from torchllm.tools.planner.parameters import different_views
 
 QWEN3_30B = ROW | {
     "layers": "48",
@@ -214,3 +215,36 @@ def test_a_file_that_is_no_table_is_an_error(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(ValueError, match="not a table of layouts"):
         read_rows(str(file))
+
+
+GPT_OSS = {
+    **ROW,
+    **{"stack": "megatron-bridge", "model": "GPT OSS 20B", "layers": "24", "hidden": "2880", "heads": "64"},
+    **{"kv_heads": "8", "ffn": "", "n_params": "", "vocab": "201088", "experts": "32", "top_k": "4", "moe_ffn": "2880"},
+    "note": "head_dim 64, biases, alternating 128-token sliding window",
+}
+
+
+def test_a_row_that_names_a_shipped_model_has_its_blocks() -> None:
+    """Tables have no columns for sinks, and windows of every second block."""
+    model = case_of(read_row(GPT_OSS)).model
+    assert model.sinks
+    assert [view.window for view in different_views(model)] == [128, 0]
+
+
+def test_blocks_that_no_column_and_no_file_describes_are_refused() -> None:
+    for note, part in (
+        ("2 x sliding window", "sliding window"),
+        ("attention sinks", "sinks"),
+        ("MLA (kv_lora 512)", "MLA"),
+    ):
+        row = read_row({**GPT_OSS, "model": "GPT OSS 21B", "note": note})
+        assert row.problem == f"{part}: the planner would need a file of the model in train_configs/models"
+    cut = read_row({**GPT_OSS, "layers": "12"})  # the name of another size
+    assert cut.problem.startswith("sliding window: ")
+
+
+def test_automodel_is_not_nemo() -> None:
+    row = read_row({**ROW, "stack": "nemo-automodel (FSDP2)"})
+    assert case_of(row).software.fsdp
+    assert "stack 'nemo-automodel (FSDP2)' is unknown: as automodel" in row.assumed
