@@ -38,6 +38,7 @@ from torchllm.tools.planner.stage import (
     boundary,
     costs_of_blocks,
     exposed,
+    splits_backward,
     stage_cost,
     waits_for_sends,
 )
@@ -230,7 +231,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     shards = _sharded_rank(case, sizes)
     exchange = _data_exchange(case, shards)
     reduction, gather = exchange.reduction, exchange.gather
-    if software.overlaps_reduction:
+    if software.overlaps_reduction and not splits_backward(case.parallel):  # whose last gradients are those to reduce
         last_backward = 0.0
         for cost in costs:
             last_backward += cost.times.input_gradient + cost.times.weight_gradient

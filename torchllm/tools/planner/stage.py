@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchllm.config import Recompute
+from torchllm.config import SCHEDULES, Parallel, Recompute
 from torchllm.facts.parts.registry import feed_forward
 from torchllm.tools.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.tools.planner.compute import (
@@ -135,7 +135,9 @@ def cost_of_block(case: Case, work: Computed | None = None) -> BlockCost:
     cp = context_parallel(case, work.core.attention)
     ep = expert_parallel(case, work.shared)
     forward_without_fsdp = forward + tp.forward + ep.forward
-    backward_without_fsdp = inputs + weights + repeated + tp.backward + ep.backward
+    backward_without_fsdp = inputs + repeated + tp.backward + ep.backward
+    if not splits_backward(case.parallel):
+        backward_without_fsdp += weights
     fsdp = sharded_weights(case, forward_without_fsdp, backward_without_fsdp)
 
     device = work.forward.plus(work.inputs).plus(work.weights)
@@ -198,21 +200,30 @@ def stage_cost(case: Case, size: StageSize, blocks: Sequence[BlockCost] | None =
         input_gradient=size.total([block.kernels.input_gradient for block in blocks]),
         weight_gradient=size.total([block.kernels.weight_gradient for block in blocks]),
     )
-    paced = paced_by_host(times, kernels, case.software.constants.host)
+    paced = paced_by_host(times, kernels, case.software.constants.host, splits_backward(case.parallel))
     terms["host"] = sum(paced) - sum(times)
     return StageCost(paced, terms)
 
 
-def paced_by_host(times: StageTimes, kernels: KernelCounts, host: float) -> StageTimes:
+def splits_backward(parallel: Parallel) -> bool:
+    """Return whether a stage computes the gradients of its weights apart from those of its input."""
+    schedule = parallel.schedule
+    return parallel.pp > 1 and (schedule in PUBLISHED or SCHEDULES[schedule].splits_backward)
+
+
+def paced_by_host(times: StageTimes, kernels: KernelCounts, host: float, splits: bool) -> StageTimes:
     """Return the times of a stage whose device waits for kernels that the host has not started yet.
 
     The host runs ahead of the device, so that it decides only where it needs longer for all kernels of a pass than the
     device. Measured micro batches of the Ultra-Scale Playbook (Hugging Face 2025) have this floor: 16 blocks take 71 to
     84 ms on 4 and 8 tensor-parallel ranks, with 4,096 to 16,384 tokens.
 
-    host: seconds per kernel.
+    host: seconds per kernel. splits: whether the backward is two passes, `splits_backward`.
     """
     forward = max(times.forward, host * kernels.forward)
+    if not splits:
+        backward = host * (kernels.input_gradient + kernels.weight_gradient)
+        return StageTimes(forward, max(times.input_gradient, backward - times.weight_gradient), times.weight_gradient)
     input_gradient = max(times.input_gradient, host * kernels.input_gradient)
     weight_gradient = max(times.weight_gradient, host * kernels.weight_gradient)
     return StageTimes(forward, input_gradient, weight_gradient)

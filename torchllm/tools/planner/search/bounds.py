@@ -207,7 +207,8 @@ class Bounds:
         """
         computes = layout.micro_batch_size, layout.recompute, self.job.compile_of(layout).block
         sequence = layout.cp, layout.cp_method, layout.sequence_parallel, layout.regather
-        sends = layout.pp > 1, *sequence, layout.tp, layout.ep
+        splits = SCHEDULES[layout.schedule].splits_backward
+        sends = layout.pp > 1, splits, *sequence, layout.tp, layout.ep
         gathers = (layout.dp_shard, layout.zero_stage) if layout.zero_stage >= 2 else ()
         key = *computes, *sends, *gathers
         costs = self._costs.get(key)
