@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -93,7 +93,7 @@ class Hardware:
         """Whether it is a GPU: a cluster file may also describe a CPU."""
         return self.gpu != "CPU"
 
-    @property
+    @cached_property
     def domain(self) -> int:
         """GPUs that reach each other at the rate of the innermost link: those of a node, or of a rack of nodes."""
         return max(link.gpus for link in self.links if link.bandwidth >= self.links[0].bandwidth)

@@ -7,6 +7,7 @@ Groups that need more memory than a GPU has are rejected on the way.
     mesh, micro batch, sequence and context parallelism -> recomputation -> schedule -> sharding -> memory -> time
 """
 
+import gc
 import heapq
 import itertools
 import math
@@ -126,6 +127,22 @@ class Search:
 
     def find_best(self) -> Found:
         """Return the best layouts, and the fate of the others."""
+        was_on = gc.isenabled()
+        gc.disable()  # to look for cycles among millions of tuples, which have none, takes a quarter of the time
+        try:
+            self.take_from_queue()
+        finally:
+            if was_on:
+                gc.enable()
+        if not self.outcome.best:  # twins, which are not looked at, need no less memory
+            self.outcome.rejected[MEMORY] = self.outcome.layouts
+        slow = self.outcome.layouts - self.outcome.rejected[MEMORY] - len(self.outcome.best)
+        if slow:
+            self.outcome.rejected[SLOW] = slow
+        return self.outcome
+
+    def take_from_queue(self) -> None:
+        """Decide the layouts in front, until the best are found."""
         self.open_meshes()
         while self._queue and not self.is_done():
             *_, node = heapq.heappop(self._queue)
@@ -134,12 +151,6 @@ class Search:
             elif node.prediction and not self.is_twin(node, node.prediction):
                 self._least_memory[node.start] = node.prediction.memory.total
                 self.outcome.best.append(Ranked(node.layout, node.prediction))
-        if not self.outcome.best:  # twins, which are not looked at, need no less memory
-            self.outcome.rejected[MEMORY] = self.outcome.layouts
-        slow = self.outcome.layouts - self.outcome.rejected[MEMORY] - len(self.outcome.best)
-        if slow:
-            self.outcome.rejected[SLOW] = slow
-        return self.outcome
 
     def open_meshes(self) -> None:
         """Put the starts of all meshes into the queue."""
