@@ -12,7 +12,7 @@ from torchllm.tools.config.idle import idle_keys
 from torchllm.tools.config.named_base import name_base
 from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import read_files
-from torchllm.tools.planner.search.explain import layout_figures
+from torchllm.tools.planner.search.explain import GIB, layout_figures
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.question import PlannedModel
 from torchllm.tools.planner.search.search import Ranked
@@ -101,7 +101,8 @@ def header(target: Path, job: Job, ranked: Ranked) -> list[str]:
         f"#   {launch}",
         "#",
         f"# Predicted: {figures['step_seconds']:.4g} s per step, {figures['tokens_per_second']:,.0f} tokens/s, "
-        f"MFU {figures['mfu']:.1%}, {figures['memory_gib']:.1f} GiB per GPU.",
+        f"MFU {figures['mfu']:.1%}, {figures['memory_gib']:.1f} GiB per GPU;",
+        f"# {ranked.prediction.memory.live / GIB:.1f} of them are tensors, which a dry run counts.",
     ]
     if not is_measured(job.case(ranked.layout)):
         lines.append("# not measured on this GPU")
