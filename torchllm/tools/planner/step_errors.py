@@ -32,7 +32,9 @@ RARELY_MEASURED = "a GPU that is rarely measured"
 WHOLE_STEP = {EVERY_STEP: 0.03, FLOAT8: 0.2, EXPERTS: 0.5, RARELY_MEASURED: 0.15}
 """sources that are no term of a prediction, and the deviation that each may well have"""
 ACROSS_NODES = "tensor parallel across nodes"
-PRIOR_ACROSS_NODES = 1.0
+LONG_RING = "attention of more than two cp ranks"
+PARTS = {ACROSS_NODES: 1.0, LONG_RING: 0.5}
+"""sources that are parts of a step which predictions do not know, and the deviation that each may well have"""
 PRIOR_OF_TERM = 0.3
 """deviation that a term of a prediction may well have: 30 % of its seconds"""
 RARELY_FOLDS = 6
@@ -97,9 +99,7 @@ ErrorModels = dict[Knowledge, ErrorModel]
 
 def prior_deviation(source: str) -> float:
     """Return the deviation that a source may well have."""
-    if source == ACROSS_NODES:
-        return PRIOR_ACROSS_NODES
-    return WHOLE_STEP.get(source, PRIOR_OF_TERM)
+    return (WHOLE_STEP | PARTS).get(source, PRIOR_OF_TERM)
 
 
 def shares_of(case: Case, prediction: Prediction) -> dict[str, float]:
@@ -110,6 +110,8 @@ def shares_of(case: Case, prediction: Prediction) -> dict[str, float]:
             shares[term] = seconds / prediction.step
     if case.parallel.tp > case.hardware.gpus_per_node:
         shares[ACROSS_NODES] = shares.get("tensor parallel", 0.0)
+    if case.parallel.cp > 2 and case.parallel.cp_method == "ring":
+        shares[LONG_RING] = shares.get("attention", 0.0)
     if case.kernels.float8:
         shares[FLOAT8] = 1.0
     if case.model.experts:
