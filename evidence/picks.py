@@ -1,7 +1,7 @@
 """Ask which layout of each published group would be picked, with constants not fitted to its fold. No torch.
 
-A group is the layouts of one job. Its regret is what the layout that is predicted fastest, of those that are predicted
-to fit, takes longer than the fastest one measured.
+A group is the layouts of one job. Its regret is what the layout that is predicted fastest, of those that `rank` may
+pick, takes longer than the fastest one measured.
 """
 
 import json

@@ -26,6 +26,7 @@ from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.question import BOUNDED, Restrictions
 from torchllm.tools.planner.software import Constants
+from torchllm.tools.planner.validity import memory_limit
 
 RowClass = Literal["scored", "assumed", "unscored"]
 """scored; scored under a stated assumption; unscored, with the reason"""
@@ -321,8 +322,8 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def regret(scored: Sequence[Scored]) -> dict[str, Any]:
     """Compare the layout that would be chosen with the best measured one, in time and MFU.
 
-    Chosen is the one predicted fastest per sequence among those predicted to fit. The result says if it ran out of
-    memory.
+    Chosen is the one predicted fastest per sequence among those whose risk of running out of memory is as small as that
+    of a pick of `recipes/plan.py rank`. The result says if it ran out of memory.
     """
     timed, admitted = [], []
     for row in scored:
@@ -330,7 +331,7 @@ def regret(scored: Sequence[Scored]) -> dict[str, Any]:
             continue
         if row.row.seconds:
             timed.append(row)
-        if row.prediction.fits:
+        if row.row.case and row.prediction.memory.total <= memory_limit(row.row.case.hardware):
             admitted.append(row)
     if len(timed) < 2 or not admitted:
         return {}

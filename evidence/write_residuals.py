@@ -5,7 +5,7 @@
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
@@ -28,9 +28,8 @@ from torchllm.tools.planner.residuals import (
 from torchllm.tools.planner.step_errors import KNOWLEDGE, Knowledge, generation
 from torchllm.tools.planner.step_errors import TABLE as STEP_ERRORS
 
-Quantity = Literal["step time", "peak memory", "repeated peak", "ratio of two layouts"]
-"""step time: of torchllm on a GPU; peak memory: of torchllm; repeated peak: of one layout, with several versions of a
-framework; less their median"""
+Quantity = Literal["step time", "peak memory", "ratio of two layouts"]
+"""step time: of torchllm on a GPU; peak memory: of torchllm, with any version's allocator"""
 SHOWN_FROM = 10
 """rows that a class needs to be in the table: with fewer, quantiles would be the rows themselves"""
 HEADER = ("quantity", "left_out", *RowClass._fields, "rows", "folds", *QUANTILES)
@@ -55,30 +54,38 @@ def points(residuals: Sequence[Residual]) -> Iterator[Point]:
     for residual in residuals:
         left_out, fold, case = residual.left_out, residual.fold, residual.case
         is_own = case.software.name == "torchllm"
-        if residual.peak is not None and is_own:
-            yield Point("peak memory", left_out, (RowClass("torchllm", ANY, ANY),), fold, residual.peak)
         if residual.time is not None and residual.is_fitted and not case.kernels.float8:
             evidence.append(residual)
             if is_own:
                 own = RowClass("torchllm", ANY, generation(case.hardware.gpu))
                 yield Point("step time", left_out, (own,), fold, residual.time)
-    yield from repeated_peaks(residuals)
+    yield from peaks(residuals)
     yield from pairs(evidence)
 
 
-def repeated_peaks(residuals: Iterable[Residual]) -> Iterator[Point]:
-    """Yield the distances of peaks from their median, where a layout was measured more than once."""
-    layouts: dict[tuple[str, str, Case, str], list[float]] = {}
+def peaks(residuals: Sequence[Residual]) -> Iterator[Point]:
+    """Yield what torchllm's peaks may be off by: each error of its own, with each change from version to version.
+
+    The two are independent: own errors are of the bytes of tensors, the others of what an allocator adds.
+    """
+    for residual, (left_out, change) in product(residuals, repeated_peaks(residuals)):
+        if residual.peak is not None and residual.case.software.name == "torchllm" and residual.left_out == left_out:
+            of_torchllm = RowClass("torchllm", ANY, ANY)
+            yield Point("peak memory", left_out, (of_torchllm,), residual.fold, residual.peak + change)
+
+
+def repeated_peaks(residuals: Iterable[Residual]) -> list[tuple[Knowledge, float]]:
+    """Return the distances of peaks from their median, where a layout was measured more than once."""
+    layouts: dict[tuple[Knowledge, str, Case, str], list[float]] = {}
     for residual in residuals:
         if residual.peak is not None:
             layout = (residual.left_out, residual.fold, residual.case, residual.row.cells.get("compile", ""))
             layouts.setdefault(layout, []).append(residual.peak)
-    for (left_out, fold, case, _), peaks in layouts.items():
-        if len(peaks) > 1:
-            classes = (RowClass(ANY, ANY, generation(case.hardware.gpu)),)
-            for peak in peaks:
-                knowledge: Knowledge = "fold" if left_out == "fold" else "framework"
-                yield Point("repeated peak", knowledge, classes, fold, peak - median(peaks))
+    changes = []
+    for (left_out, *_), of_layout in layouts.items():
+        if len(of_layout) > 1:
+            changes += [(left_out, peak - median(of_layout)) for peak in of_layout]
+    return changes
 
 
 def pairs(evidence: Iterable[Residual]) -> Iterator[Point]:

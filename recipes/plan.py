@@ -34,7 +34,7 @@ from torchllm.facts.flops import parameter_count
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.planner.experts import IMBALANCE
-from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick
+from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick, within_risk
 from torchllm.tools.planner.search.compare import compare
 from torchllm.tools.planner.search.explain import (
     GIB,
@@ -49,11 +49,11 @@ from torchllm.tools.planner.search.explain import (
 )
 from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
-from torchllm.tools.planner.search.numbers import fastest_number, roomy, wasted_gpus
+from torchllm.tools.planner.search.numbers import fastest_number, wasted_gpus
 from torchllm.tools.planner.search.question import BOUNDED, PlannedModel, Restrictions, read_hardware, read_model
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, Search, search
 from torchllm.tools.planner.search.written import write_run, write_sweep
-from torchllm.tools.planner.validity import UNMEASURED_LIMIT, judge
+from torchllm.tools.planner.validity import judge
 from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
 
 LOSS_CHUNK = 1024
@@ -256,7 +256,7 @@ def plan(job: Job, objective: Objective, chunk_is_open: bool) -> SearchResult:
     result = SearchResult(job, outcome, advise(job, outcome) if objective != "memory" else None)
     if chunk_is_open and outcome.misses and result.advice:
         enough = (1 - WORTH_CHUNKS) * result.step_seconds
-        if Search(roomy(chunked, result.first), count=1, below=enough).find_best().best:
+        if Search(within_risk(chunked), count=1, below=enough).find_best().best:
             other = plan(chunked, objective, chunk_is_open=False)
             return min(result, other, key=lambda result: result.step_seconds)
     return result
@@ -337,7 +337,7 @@ def to_be_measured(job: Job, advice: Advice) -> list[str]:
     """Describe the runs that would tell most about this job on these machines."""
     lines = []
     if not advice.is_measured:
-        lines.append(f"Not measured on {job.hardware.gpu}, so no pick is above {UNMEASURED_LIMIT:.0%} of its memory.")
+        lines.append(f"torchllm is not measured on {job.hardware.gpu}.")
     lines.append("Run these first (--write-sweep FOLDER writes them), then `plan.py calibrate`:")
     return [*lines, *(f"    {ranked.layout.text()}" for ranked in first_runs(job, advice))]
 

@@ -8,6 +8,7 @@ import pytest
 from evidence.cross_validation import Residual
 from evidence.measurements import read_row
 from evidence.write_residuals import (
+    points,
     repeated_peaks,
     spreads,
     write_residuals,
@@ -56,12 +57,8 @@ def quantities(rows: list[Residual]) -> set[str]:
 
 def test_quantiles_of_a_class_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = made(HUNDREDTHS, stack="torchllm")
-    peaks = spreads_of(rows, "peak memory")[RowClass("torchllm", ANY, ANY)]
-    assert peaks.rows == 99
-    assert peaks.folds == 3
-    assert peaks.quantiles == pytest.approx([level - 0.01 for level in LEVELS])
     times = spreads_of(rows, "step time")[RowClass("torchllm", ANY, "A100")]
-    assert times.quantiles == peaks.quantiles
+    assert times.quantiles == pytest.approx([level - 0.01 for level in LEVELS])
     assert "step time" in quantities(rows[:10])
     assert "step time" not in quantities(rows[:9])  # too few to be shown
 
@@ -79,12 +76,12 @@ def test_a_row_that_is_not_fitted_or_in_float8_is_no_evidence_of_times() -> None
     kernels = residual.case.kernels._replace(float8=1.0)
     unfitted = residual._replace(is_fitted=False)
     float8 = residual._replace(case=replace(residual.case, kernels=kernels))
-    assert quantities([unfitted] * 10) == {"peak memory", "repeated peak"}
-    assert quantities([float8] * 10) == {"peak memory", "repeated peak"}
+    assert quantities([unfitted] * 10) == {"peak memory"}
+    assert quantities([float8] * 10) == {"peak memory"}
 
 
 def test_peaks_and_steps_are_torchllms_and_pairs_of_kinds() -> None:
-    assert quantities(made([0.1] * 10)) == {"repeated peak", RATIO}
+    assert quantities(made([0.1] * 10)) == {RATIO}
     for stack, frameworks in (("torchtitan", {NATIVE, ANY}), ("nemo", {ANY})):
         classes = spreads_of(made([0.1] * 10, stack=stack), RATIO)
         assert {row_class.framework for row_class in classes} == frameworks
@@ -92,9 +89,17 @@ def test_peaks_and_steps_are_torchllms_and_pairs_of_kinds() -> None:
 
 def test_a_peak_that_is_repeated_is_compared_with_the_median() -> None:
     fold = [residual._replace(fold="a") for residual in made([0.1, 0.2, 0.4])]
-    distances = [point.value for point in repeated_peaks(fold)]
+    distances = [change for _, change in repeated_peaks(fold)]
     assert distances == pytest.approx([-0.1, 0.0, 0.2])
-    assert not list(repeated_peaks(fold[:1]))
+    assert not repeated_peaks(fold[:1])
+
+
+def test_errors_of_peaks_are_own_ones_with_every_change_between_versions() -> None:
+    """Ten own errors, all of different layouts, and a layout of another framework that was measured twice."""
+    repeated = [residual._replace(fold="a") for residual in made([0.1, 0.3])]
+    own = [residual._replace(fold=str(number)) for number, residual in enumerate(made([0.05] * 10, stack="torchllm"))]
+    errors = [point.value for point in points([*own, *repeated]) if point.quantity == "peak memory"]
+    assert errors == pytest.approx([-0.05, 0.15] * 10)
 
 
 def test_pairs_are_of_one_job() -> None:

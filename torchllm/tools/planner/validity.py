@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.predict import Prediction
 from torchllm.tools.planner.residuals import (
@@ -32,10 +33,9 @@ from torchllm.tools.planner.step_errors import (
 ENOUGH_ROWS, ENOUGH_FOLDS = 15, 3
 """rows and folds that a class needs for quantiles without a broader class; the range of 15 rows
 holds 7 of 8 others"""
-RISK = 0.05
-"""largest probability of running out of memory for a layout that "fits\""""
-UNMEASURED_LIMIT = 0.9
-"""share of a GPU's memory that a plan uses at most, where this framework has not been measured on this GPU"""
+RISK = 0.1
+"""largest probability of running out of memory of a layout that is picked: a run that does not fit says so in its first
+steps, a slower one costs as long as it trains"""
 
 
 class Verdict(NamedTuple):
@@ -56,7 +56,7 @@ def judge(case: Case, prediction: Prediction) -> Verdict:
     interval = interval_from(read_error_models(), case, shares_of(case, prediction))
     low, high = interval.bounds
     seconds = (prediction.step * math.exp(low), prediction.step * math.exp(high))
-    risk = out_of_memory(case, prediction.memory)
+    risk = out_of_memory(case.hardware, prediction.memory)
     fits = "fits" if risk <= RISK else "may fit"
     if not prediction.fits:
         fits = "does not fit"
@@ -130,33 +130,20 @@ def _widened(broad: Spread, narrow: Spread) -> Spread:
     return broad._replace(quantiles=tuple(quantiles))
 
 
-def out_of_memory(case: Case, memory: Memory) -> float:
+def out_of_memory(hardware: Hardware, memory: Memory) -> float:
     """Return the probability of running out of memory."""
-    return peaks().share_above(1 - memory.total / case.hardware.memory)
+    return peaks().share_above(1 - memory.total / hardware.memory)
 
 
-def largest_memory_limit(case: Case) -> float:
-    """Return a number of bytes that no layout's `memory_limit` exceeds, on this GPU and under this framework."""
-    return case.hardware.memory * (1.0 if is_measured(case) else UNMEASURED_LIMIT)
-
-
-def memory_limit(case: Case) -> float:
-    """Return the bytes that a layout like this may be predicted to need, so that the risk is at most `RISK`.
-
-    Where the framework has not been measured on this GPU, it is at most `UNMEASURED_LIMIT` of the memory.
-    """
-    _, high = peaks().interval
-    return min(case.hardware.memory * (1 - max(high, 0.0)), largest_memory_limit(case))
+def memory_limit(hardware: Hardware) -> float:
+    """Return the bytes that a layout may be predicted to need to be picked: its risk is at most `RISK`."""
+    return hardware.memory * (1 - peaks().quantiles[LEVELS.index(1 - RISK)])
 
 
 def peaks() -> Spread:
     """Return the residuals of torchllm's peak memory.
 
     They are of true peaks of its layouts on a GPU without a chip (tests/hollow): the bytes of tensors do not depend on
-    the machine. The allocator's overhead differs between versions; its size is known from repeated measurements of a
-    layout by others.
+    the machine. What the allocator adds differs between versions, as it did where others measured a layout repeatedly.
     """
-    tensors = read_spreads()["peak memory", "framework", RowClass("torchllm", ANY, ANY)]
-    versions = read_spreads()["repeated peak", "framework", RowClass(ANY, ANY, "H100")]
-    quantiles = [held + added for held, added in zip(tensors.quantiles, versions.quantiles, strict=True)]
-    return tensors._replace(quantiles=tuple(quantiles))
+    return read_spreads()["peak memory", "framework", RowClass("torchllm", ANY, ANY)]

@@ -20,7 +20,6 @@ from torchllm.tools.planner.validity import (
     RISK,
     is_measured,
     judge,
-    largest_memory_limit,
     memory_limit,
     spread_of_pair,
 )
@@ -31,9 +30,6 @@ SMALL_LOSS = 0.03
 """expected loss that is worth a simpler layout, if it may also be no loss"""
 WIDEST = 4.0
 """slowest over fastest step of an interval, beyond which a prediction is no advice"""
-
-TRIES, STEP_DOWN = 8, 0.01
-"""searches for a layout within the limit of its own memory, and the share of memory that each search takes away"""
 
 
 class Level(NamedTuple):
@@ -173,17 +169,13 @@ def fastest_of(job: Job, level: Level, bounds: Bounds | None) -> Ranked | None:
     restricted = only(job, level.without)
     if restricted is None:
         return None
-    limit = largest_memory_limit(job.case(Layout(1, 1, job.gpus, 1, 1)))
-    for _ in range(TRIES):
-        smaller = replace(restricted, hardware=replace(job.hardware, memory=limit))
-        best = Search(smaller, count=1, bounds=bounds).find_best().best
-        if not best:
-            return None
-        case = job.case(best[0].layout)
-        if best[0].prediction.memory.total <= memory_limit(case):
-            return best[0]
-        limit = min(memory_limit(case), limit * (1 - STEP_DOWN))  # other layouts may have another limit
-    return None
+    best = Search(within_risk(restricted), count=1, bounds=bounds).find_best().best
+    return best[0] if best else None
+
+
+def within_risk(job: Job) -> Job:
+    """Return the job with as much memory as a pick may need."""
+    return replace(job, hardware=replace(job.hardware, memory=memory_limit(job.hardware)))
 
 
 def only(job: Job, without: dict[str, int]) -> Job | None:

@@ -17,12 +17,11 @@ from torchllm.tools.planner.frozen_weights import with_frozen_weights
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
 from torchllm.tools.planner.parameters import why_not_costed
 from torchllm.tools.planner.predict import Prediction, predict
-from torchllm.tools.planner.search.advice import Advice, advise
+from torchllm.tools.planner.search.advice import Advice, advise, within_risk
 from torchllm.tools.planner.search.explain import GIB, divides_nowhere, fits_nowhere
 from torchllm.tools.planner.search.layouts import Job, Layout, kernels_of
 from torchllm.tools.planner.search.search import Ranked, search
 from torchllm.tools.planner.software import TORCHLLM
-from torchllm.tools.planner.validity import memory_limit
 
 C = TypeVar("C", bound=Config)
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -81,9 +80,7 @@ def roomy_layouts(job: Job, advice: Advice, count: int) -> list[Ranked]:
     roomy = [advice.first]
     if count == 1:
         return roomy
-    limit = memory_limit(job.case(advice.first.layout))
-    smaller = replace(job, hardware=replace(job.hardware, memory=limit))
-    for ranked in search(smaller, count).best:
+    for ranked in search(within_risk(job), count).best:
         if ranked.layout != advice.first.layout:
             roomy.append(ranked)
     return roomy[:count]

@@ -99,7 +99,7 @@ def _why_too_large(job: Job, yours: Ranked) -> str:
     if your_pick.fits == "does not fit":
         missing = (needed - job.hardware.memory) / GIB
         return f"it needs {missing:.1f} GiB more than a GPU has; {_largest_part(yours)}"
-    limit = memory_limit(job.case(yours.layout))
+    limit = memory_limit(job.hardware)
     if needed <= limit:
         return ""
     return (

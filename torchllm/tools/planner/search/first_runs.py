@@ -47,8 +47,7 @@ def layouts_that_fit(job: Job, advice: Advice) -> list[Ranked]:
     candidates = {ranked.layout: ranked for ranked in [advice.first, *advice.candidates]}
     for layouts in one_change(job, advice.first.layout):
         for layout in layouts:
-            case = job.case(layout)
-            prediction = predict(case)
-            if prediction.memory.total <= memory_limit(case):
+            prediction = predict(job.case(layout))
+            if prediction.memory.total <= memory_limit(job.hardware):
                 candidates.setdefault(layout, Ranked(layout, prediction))
     return list(candidates.values())

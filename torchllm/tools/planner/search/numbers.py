@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from torchllm.tools.planner.search.advice import within_risk
 from torchllm.tools.planner.search.layouts import Job
 from torchllm.tools.planner.search.search import Ranked, Search
-from torchllm.tools.planner.validity import memory_limit
 
 FEWER = 16
 """numbers of whole nodes, below the given one, that are tried; none is below half of it"""
@@ -48,7 +48,7 @@ def wasted_gpus(job: Job, first: Ranked) -> Iterator[str]:
 
     first: the first pick; others are searched in as much memory as it may use.
     """
-    limited = roomy(job, first)
+    limited = within_risk(job)
     rate = tokens_per_second(job, first)
     fewer = []
     for gpus in fewer_gpus(job.gpus, job.hardware.gpus_per_node):
@@ -64,11 +64,6 @@ def wasted_gpus(job: Job, first: Ranked) -> Iterator[str]:
         best, ranked = max(batches, key=lambda found: tokens_per_second(*found))
         size = best.training.global_batch_size
         yield f"A batch that divides better: {size} sequences make {_gain(best, ranked, rate)}"
-
-
-def roomy(job: Job, first: Ranked) -> Job:
-    """Return the job with as much memory as the first pick may use."""
-    return replace(job, hardware=replace(job.hardware, memory=memory_limit(job.case(first.layout))))
 
 
 def _gain(job: Job, ranked: Ranked, rate: float) -> str:
