@@ -16,6 +16,8 @@ from torchllm.tools.planner.cluster import AttentionRates, Hardware, Link
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.question import read_model
+from torchllm.tools.planner.simulate import StageTimes
+from torchllm.tools.planner.stage import KernelCounts, paced_by_host
 
 MODELS = (
     *("llama3_1b", "llama3_8b", "llama3_70b", "llama3_405b", "gpt_7.5b", "gemma2_9b", "qwen3_14b"),
@@ -136,6 +138,14 @@ def test_the_eight_machines_are_better() -> None:
     rack = cluster("gb200_nvl72")
     assert larger_rack(rack).domain == 144
     assert larger_rack(cluster("dgx_h100")) == cluster("dgx_h100")
+
+
+def test_the_host_paces_a_whole_backward_where_it_is_one_pass() -> None:
+    """With a floor of each part, a faster gradient of weights would leave the inputs' FSDP messages longer."""
+    times, kernels = StageTimes(1.0, 3.0, 1.0), KernelCounts(0.0, 2.0, 2.0)
+    assert paced_by_host(times, kernels, host=1.0, splits=False) == times
+    assert paced_by_host(times, kernels, host=2.0, splits=False) == StageTimes(1.0, 7.0, 1.0)
+    assert paced_by_host(times, kernels, host=1.0, splits=True) == StageTimes(1.0, 3.0, 2.0)
 
 
 def test_a_better_machine_makes_no_layout_slower() -> None:
