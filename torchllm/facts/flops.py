@@ -132,7 +132,7 @@ def target_shapes(model: Model) -> dict[str, MatrixShape]:
 def updated_shapes(model: Model, trained: TrainedParameters) -> dict[str, MatrixShape]:
     """Return the shapes of the matrices of a block that have an update, by name. model: a view, without experts.
 
-    Its kind of blocks may lack some of `lora.targets`, as one whose keys are its values does.
+    Its kind of blocks may lack some of the targets, as one whose keys are its values does.
     """
     return {name: shape for name, shape in target_shapes(model).items() if name in trained.targets}
 
