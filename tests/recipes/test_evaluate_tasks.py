@@ -1,6 +1,7 @@
 """recipes/evaluate.py on tasks of lm-evaluation-harness, without the network."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,14 +95,18 @@ def test_documents_are_scored_as_transformers_does(
     folder = export_model(config, tmp_path / "model").folder
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     lines = path.with_suffix(".documents.jsonl").read_text().splitlines()
-    right = 0
+    right, bits = 0, 0.0
     for line, document in zip(map(json.loads, lines), DOCUMENTS, strict=True):
         context = [256, *f"Question: {document['question']}\nAnswer:".encode()]
         expected = [log_likelihood(model, context, [*f" {choice}".encode()]) for choice in document["choices"]]
         scored = [float(pair[0]) for pair in line["scored"]]
         assert scored == pytest.approx(expected, abs=1e-4)
         right += int(torch.tensor(expected).argmax()) == document["answer"]
+        gold = document["choices"][document["answer"]]
+        bits -= expected[document["answer"]] / math.log(2) / len(f" {gold}")
     assert accuracy == pytest.approx(right / len(DOCUMENTS))
+    found = results["results"]["tiny_choice"]["gold_bits_per_byte,none"]
+    assert found == pytest.approx(bits / len(DOCUMENTS), rel=1e-5)
 
     harness = run_hf(folder, task_folder)
     assert [value.value for value in values_of(harness)] == pytest.approx([accuracy])

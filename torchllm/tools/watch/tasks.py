@@ -8,18 +8,20 @@ RUN_FOLDER/tensorboard/tasks/                           values as curves, at the
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.data.tokenizer import Tokenizer
+from torchllm.data.tokenizer import Tokenizer, bits_per_byte
 from torchllm.tools.watch.text_ranks import TextRanks
 
 EVALUATIONS = "evaluations"
 """folder in the run folder"""
 FEWSHOT_SEED = 1234
 """that of the harness's command"""
+GOLD = "gold_bits_per_byte"
+"""a metric of ours, of tasks whose answers are scored"""
 DRAWS = 1000
 """of bootstraps, for standard errors that have no formula"""
 
@@ -106,8 +108,47 @@ class Tasks:
         model = HarnessModel(ranks, tokenizer)
         os.environ["DISABLE_MULTIPROC"] = "1"  # of bootstraps: a rank forks no processes
         results: dict[str, Any] = lm_eval.evaluate(model, self.loaded, bootstrap_iters=DRAWS, log_samples=True)
+        for name, task in self.loaded["tasks"].items():
+            if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
+                documents = [right_answers(task, sample) for sample in results["samples"][name]]
+                results["results"][name] |= gold_bits_per_byte(documents)
         results["lm_eval_version"] = lm_eval.__version__
         return results
+
+
+class ScoredAnswer(NamedTuple):
+    """A right answer of a document."""
+
+    log_likelihood: float
+    """in nats"""
+    size: int
+    """bytes of the continuation that is scored, its leading space included"""
+
+
+def right_answers(task: Any, sample: Mapping[str, Any]) -> list[ScoredAnswer]:
+    """Return the right answers of a document, of the harness's sample of it; [] if none is among the choices."""
+    texts = [arguments[1].strip() for arguments in sample["arguments"]]
+    target = sample["target"]
+    if len(texts) == 1:
+        target = 0
+    elif getattr(task, "multiple_input", 0):  # one continuation of several contexts
+        target = task.doc_to_text(sample["doc"])
+    answers = []
+    for right in target if isinstance(target, list) else [target]:
+        index = texts.index(right.strip()) if isinstance(right, str) and right.strip() in texts else right
+        if isinstance(index, int) and 0 <= index < len(texts):
+            continuation = sample["arguments"][index][1]
+            answers.append(ScoredAnswer(float(sample["resps"][index][0][0]), len(continuation.encode())))
+    return answers
+
+
+def gold_bits_per_byte(documents: Iterable[Sequence[ScoredAnswer]]) -> dict[str, float]:
+    """Return the metric of a task: the mean over documents of the bits per byte of the right answer that costs least.
+
+    It moves long before accuracy does, and compares tokenizers. Documents without a right answer do not count.
+    """
+    bits = [min(bits_per_byte(-score, size) for score, size in answers) for answers in documents if answers]
+    return {f"{GOLD},none": sum(bits) / len(bits)} if bits else {}
 
 
 def values_of(results: Mapping[str, Any]) -> Iterator[TaskValue]:
