@@ -18,14 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
-
-class Bound(NamedTuple):
-    """Limits of a number, checked when it is read."""
-
-    at_least: float = -math.inf
-    at_most: float = math.inf
-    over: float = -math.inf
-    """the number must be greater than this"""
+from torchllm.config.toml import Bound
 
 
 class Unsupported(NamedTuple):

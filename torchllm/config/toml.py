@@ -2,16 +2,24 @@
 
 import datetime
 import json
+import math
 import re
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
-
-from torchllm.config.schema import Bound
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 N = TypeVar("N")
 KeyPath = tuple[str, ...]
 """("data", "sources", "0", "path"): keys, and indices of arrays as decimal strings."""
+
+
+class Bound(NamedTuple):
+    """Limits of a number, checked when it is read."""
+
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    over: float = -math.inf
+    """the number must be greater than this"""
 
 
 def toml_value(value: bool | int | float | str | tuple[Any, ...] | list[Any]) -> str:

@@ -11,8 +11,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from torchllm.config.schema import KIND_KEYS, Bound, Config, IsPath, Kinds, Model, Unsupported
-from torchllm.config.toml import KeyPath, dotted, field_types, notes_on, plain_type, shown, toml_value
+from torchllm.config.schema import KIND_KEYS, Config, IsPath, Kinds, Model, Unsupported
+from torchllm.config.toml import Bound, KeyPath, dotted, field_types, notes_on, plain_type, shown, toml_value
 
 TO_SET = "SET"
 """value in a converted config of a key that only its user can know"""
