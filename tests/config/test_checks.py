@@ -67,6 +67,7 @@ def test_texts_that_look_like_a_secret() -> None:
         assert refused(config) == [f"data.sources.{index}.path" for index in range(len(SECRET_TEXTS))]
 
 
+OFFLOADED = {dtype: Optimizer(state_dtype=dtype, offload=True) for dtype in ("float32", "bfloat16", "int8")}
 CUTS = (
     ({"ffn": 96}, {"tp": 2}, "parallel.tp cuts the rows of layers.0.mlp.down_proj.weight, of 96, into 2 parts"),
     ({"ffn": 128}, {"tp": 2}, ""),
@@ -92,3 +93,11 @@ def test_layouts_that_cut_blocks_of_moments(model: dict[str, int], degrees: dict
     found = [problem.message for problem in setting_problems(config) if problem.key == "optimizer.state_dtype"]
     assert len(found) == (text != "")
     assert text in "".join(found)
+
+
+def test_moments_in_8_bits_are_not_on_the_host() -> None:
+    found = {
+        state_dtype: [problem.key for problem in setting_problems(Config(optimizer=optimizer))]
+        for state_dtype, optimizer in OFFLOADED.items()
+    }
+    assert found == {"float32": [], "bfloat16": [], "int8": ["optimizer.offload"]}

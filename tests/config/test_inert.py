@@ -101,6 +101,7 @@ CONTRADICTED: dict[
     ),
     "training.weights_dtype": ("bfloat16", {"optimizer.name": "muon"}, {}),
     "optimizer.state_dtype": ("bfloat16", {"optimizer.name": "sgd"}, {}),
+    "optimizer.offload": (True, {"optimizer.name": "sgd"}, {}),
     "optimizer.momentum": (0.9, {}, {"optimizer.name": "sgd"}),
     "optimizer.muon_momentum": (0.9, {"optimizer.name": "sgd"}, {"optimizer.name": "muon"}),
     "optimizer.adjust_lr_fn": ("match_rms_adamw", {}, {"optimizer.name": "muon"}),

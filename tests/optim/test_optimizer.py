@@ -27,6 +27,7 @@ MODEL = Model(
 )
 OPTIMIZERS = {
     "adamw": Optimizer(learning_rate=0.1, weight_decay=0.3),
+    "adamw-offload": Optimizer(learning_rate=0.1, weight_decay=0.3, offload=True),
     "adamw-no-beta1": Optimizer(learning_rate=0.1, beta1=0.0, weight_decay=0.3),
     "sgd": Optimizer(name="sgd", learning_rate=0.1, weight_decay=0.3),
     "sgd-momentum": Optimizer(name="sgd", learning_rate=0.1, momentum=0.8, weight_decay=0.3),

@@ -775,6 +775,9 @@ class Optimizer:
     """adamw, muon's adamw: added to the square root of the second moment"""
     state_dtype: Annotated[Literal["float32", "bfloat16", "int8"], ADAMW] = "float32"
     """adamw, muon: dtype of the moments, rounded at random without bias; int8: in blocks of 32 with a scale"""
+    offload: Annotated[bool, Needs('optimizer.name = "adamw"')] = False
+    """adamw: keep moments in float32 or bfloat16 in the host's memory, and update there: 8 bytes of a GPU less per
+    parameter (4 in bfloat16), and longer steps"""
     momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999), Needs('optimizer.name = "sgd"')] = 0.0
     """sgd: momentum"""
     muon_momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999), Needs('optimizer.name = "muon"')] = 0.95

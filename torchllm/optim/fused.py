@@ -24,6 +24,8 @@ class ShardedAdamW(torch.optim.AdamW):
     """torch's fused AdamW over this rank's shards."""
 
     found_inf = torch.zeros(())  # unless `apply_if_finite` sets another
+    state_device: torch.device | None = None
+    """of moments and counters; None: that of their parameter"""
 
     def __init__(self, groups: list[Group], config: OptimizerConfig) -> None:
         betas = (config.beta1, config.beta2)
@@ -32,7 +34,7 @@ class ShardedAdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group with its state; torch's constructor adds every group by this."""
         super().add_param_group(param_group)
-        start_adamw(self.param_groups[-1], self.state)
+        start_adamw(self.param_groups[-1], self.state, self.state_device)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
@@ -41,13 +43,19 @@ class ShardedAdamW(torch.optim.AdamW):
             update_by_adamw(group, self.state, self.found_inf)
 
 
-def start_adamw(group: Group, state: dict[Tensor, Any], dtype: torch.dtype | None = None) -> None:
-    """Give every parameter of a group the state of AdamW, zeros. dtype: of the moments; None: as the parameter."""
+def has_fewer_bits(groups: list[Group], config: OptimizerConfig) -> bool:
+    """Return whether an optimizer has weights or moments that are not float32, and rounds them."""
+    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+    return config.state_dtype != "float32" or torch.bfloat16 in dtypes
+
+
+def start_adamw(group: Group, state: dict[Tensor, Any], device: torch.device | None = None) -> None:
+    """Give every parameter of a group the state of AdamW, zeros. device: of all of it; None: the parameter's."""
     for parameter in group["params"]:
         state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, dtype=dtype),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+            "step": torch.zeros((), dtype=torch.float32, device=device or parameter.device),
+            "exp_avg": torch.zeros_like(parameter, device=device),
+            "exp_avg_sq": torch.zeros_like(parameter, device=device),
         }
 
 

@@ -11,7 +11,7 @@ from torchllm.config import Optimizer as OptimizerConfig
 from torchllm.config.applied_keys import applied, refuse_unchecked_step
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.facts.parts.part import Role
-from torchllm.optim.fused import ShardedAdamW
+from torchllm.optim.fused import ShardedAdamW, has_fewer_bits
 from torchllm.parallel.local_tensor import is_gathered_as_float8, scale_gathered_weights
 from torchllm.runtime.torch_compat import reads_found_inf
 
@@ -74,7 +74,11 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
         from torchllm.optim.sgd import ShardedSGD  # of no use to other runs
 
         optimizer = ShardedSGD(groups, config)
-    elif config.state_dtype != "float32" or torch.bfloat16 in {p.dtype for group in groups for p in group["params"]}:
+    elif config.offload:
+        from torchllm.optim.offload import build_offloaded_adamw  # as above
+
+        optimizer = build_offloaded_adamw(stages, groups, config)
+    elif has_fewer_bits(groups, config):
         from torchllm.optim.rounded_optimizer import build_rounded
 
         optimizer = build_rounded(stages, groups, config)

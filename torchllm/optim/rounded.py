@@ -41,10 +41,11 @@ ALL_ROWS = Rows(local_tensor, 0)
 class RoundedState:
     """Keeps the moments of an optimizer in bfloat16 between its steps; also rounds weights that are bfloat16."""
 
-    def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        """dtype: of the moments, float32 or bfloat16."""
+    def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """dtype: of the moments, float32 or bfloat16. device: of the state; None: that of each parameter."""
         self.seed = config_in_use().run.seed
         self.dtype = dtype
+        self.device = device
         named = [item for stage in stages for item in stage.named_parameters()]
         self.names: dict[Tensor, str] = {parameter: canonical_name(name) for name, parameter in named}
         self.store: Callable[..., None] = self._store
@@ -52,8 +53,8 @@ class RoundedState:
 
     def start(self, parameter: Tensor, moments: Sequence[str]) -> dict[str, Tensor]:
         """Return the state of a parameter: zeros, and the number of its steps."""
-        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-        return state | {name: torch.zeros_like(parameter, dtype=self.dtype) for name in moments}
+        state = {"step": torch.zeros((), dtype=torch.float32, device=self.device or parameter.device)}
+        return state | {name: torch.zeros_like(parameter, dtype=self.dtype, device=self.device) for name in moments}
 
     def load(self, state: Mapping[str, Tensor], name: str, rows: Rows = ALL_ROWS) -> Tensor:
         """Return rows of a moment as float32."""
@@ -72,7 +73,7 @@ class RoundedState:
 
         name: of a moment, or weight. found_inf: if it is not 0, `exact` is what is stored.
         """
-        stored = rows.of(parameter if name == "weight" else state[name])
+        stored = rows.of(state[name])
         if stored.dtype == torch.bfloat16:
             round_stochastically(parameter, exact, stored, self.key(parameter, name), state["step"], rows.first)
 
@@ -81,17 +82,25 @@ class RoundedState:
         return key_of(self.seed, f"{self.names[parameter]}.{name}")
 
     def update_by_adamw(self, group: Group, states: Mapping[Tensor, Any], found_inf: Tensor) -> None:
-        """Update the parameters of a group that have a gradient by float32 copies, of one parameter at a time."""
+        """Update the parameters of a group that have a gradient, one at a time."""
         for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state = states[parameter]
-            weight = local_tensor(parameter).detach().float()  # of a float32 tensor no copy
-            weight.grad = local_tensor(parameter.grad).float()
-            exact = {name: self.load(state, name) for name in MOMENTS}
-            update_by_adamw({**group, "params": [weight]}, {weight: state | exact}, found_inf)
-            for name, tensor in {"weight": weight, **exact}.items():
-                self.store(parameter, state, name, tensor, found_inf)
+            if parameter.grad is not None:
+                weight, gradient = local_tensor(parameter), local_tensor(parameter.grad)
+                self.update_part(group, parameter, {**states[parameter], "weight": weight}, gradient, found_inf)
+
+    def update_part(
+        self, group: Group, parameter: Tensor, state: Mapping[str, Tensor], gradient: Tensor, found_inf: Tensor
+    ) -> None:
+        """Update this rank's part of a parameter by float32 copies.
+
+        state: moments and counter, and the weight, as a plain tensor; all on one device, as the gradient.
+        """
+        weight = state["weight"].detach().float()  # of a float32 tensor no copy
+        weight.grad = gradient.float()
+        exact = {name: self.load(state, name) for name in MOMENTS}
+        update_by_adamw({**group, "params": [weight]}, {weight: {**state, **exact}}, found_inf)
+        for name, tensor in {"weight": weight, **exact}.items():
+            self.store(parameter, state, name, tensor, found_inf)
 
 
 class RoundedAdamW(ShardedAdamW):

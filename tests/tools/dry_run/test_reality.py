@@ -244,3 +244,16 @@ def moments_of_the_shared_gates(model: Model) -> int:
     """Bytes of AdamW's moments of gates of shared experts: they have one row, which the first FSDP rank holds."""
     gates = model.layers - model.dense_layers if model.shared_gate else 0
     return 2 * 4 * model.hidden * gates
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moments_on_the_host_are_no_memory_of_the_device(dtype: str) -> None:
+    """Nothing else of a step changes, and their bytes are told separately."""
+    settings: Settings = {"parallel.dp_shard": 2, "optimizer.state_dtype": dtype, "training.weights_dtype": dtype}
+    config, offloaded = tiny(settings), tiny(settings | {"optimizer.offload": True})
+    on_device, on_host = (apart(trace, chosen, torch.float32, 0, 4, 1, 0) for chosen in (config, offloaded))
+    (moments,) = {span.start["optimizer"] for span in on_device.spans}
+    assert (on_device.host, on_host.host) == (0, moments)
+    for before, after in zip(on_device.spans[:-1], on_host.spans[:-1], strict=True):
+        assert before.peak - Counter(optimizer=moments) == +after.peak
+    assert on_host.spans[-1].peak.total() <= on_device.spans[-1].peak.total() - moments

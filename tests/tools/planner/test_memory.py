@@ -194,14 +194,18 @@ def test_regather_frees_nothing_where_all_is_recomputed(mode: RecomputeMode) -> 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("state_dtype", "offload"),
+    [("float32", False), ("bfloat16", False), ("int8", False), ("float32", True), ("bfloat16", True)],
+)
 @pytest.mark.parametrize(("dp_replicate", "zero_stage"), [(1, 1), (1, 3), (2, 3)])
 def test_memory_of_weights_in_bfloat16_agrees_with_the_dry_run(
-    dp_replicate: int, zero_stage: int, state_dtype: Literal["float32", "bfloat16", "int8"]
+    dp_replicate: int, zero_stage: int, state_dtype: Literal["float32", "bfloat16", "int8"], offload: bool
 ) -> None:
     config = layout("llama3_8b", 2, dp_replicate=dp_replicate, dp_shard=2, zero_stage=zero_stage)
     training = replace(config.training, weights_dtype="bfloat16")
-    config = replace(config, training=training, optimizer=c.Optimizer(state_dtype=state_dtype), cluster=GPU)
+    optimizer = c.Optimizer(state_dtype=state_dtype, offload=offload)
+    config = replace(config, training=training, optimizer=optimizer, cluster=GPU)
     preload()
     (kind,) = examine(config).kinds
     planned = planned_memory(config, kind.shown)

@@ -46,6 +46,15 @@ def test_states_are_those_that_exist() -> None:
             assert planned == pytest.approx(held_bytes(model, settings), rel=1e-9), settings
 
 
+def test_moments_on_the_host_are_none_of_the_device() -> None:
+    for ema_decay in (0.0, 0.9):
+        settings = Optimizer(offload=True, ema_decay=ema_decay)
+        software = with_optimizer_states(TORCHLLM, DENSE, Training(), settings)
+        on_host = 8 * parameter_count(build_model(DENSE))
+        held = held_bytes(build_model(DENSE), settings) - on_host
+        assert software.states * parameter_count(build_model(DENSE)) == pytest.approx(held, rel=1e-9)
+
+
 def test_weights_in_bfloat16_are_those_that_exist() -> None:
     """All but the routers', which are float32."""
     training = Training(weights_dtype="bfloat16")

@@ -123,11 +123,17 @@ def weights_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def state_problems(config: Config) -> Iterator[ConfigError]:
-    """Check that no block of moments in 8 bits is cut, by tp or, of experts along their hidden states, by FSDP."""
+    """Check that no block of moments in 8 bits is cut, by tp or, of experts along their hidden states, by FSDP.
+
+    They are not on the host.
+    """
     from torchllm.facts.parameters import rule_of  # of no use to other runs
     from torchllm.facts.shapes import parameter_shapes
     from torchllm.facts.state_blocks import BLOCK, has_blocks
 
+    if config.optimizer.offload:
+        reason = 'is for moments in float32 or bfloat16: set it to false, or optimizer.state_dtype = "bfloat16"'
+        yield config_error("optimizer.offload", reason)
     parallel, experts = config.parallel, config.model.experts
     shared_by = parallel.dp_shard * parallel.cp
     if parallel.ep > 1:
@@ -169,6 +175,7 @@ def graph_problems(config: Config) -> Iterator[ConfigError]:
         "data.stage": (config.data.changes_size, "a stage has steps of another size"),
         "data.document_mask": (config.data.document_mask, "each micro batch has another number of documents"),
         "float8.recipe": (config.float8.is_on, "the scales of float8 weights are made anew in each step"),
+        "optimizer.offload": (config.optimizer.offload, "graphs spare the host, for which each step waits then"),
         "run.device": (config.run.device == "cpu", "a CPU has no CUDA graphs"),
     }
     for key, (is_set, why) in causes.items():

@@ -55,6 +55,8 @@ class Traced(NamedTuple):
     """memory that each micro batch adds throughout the step (its tokens, buffers to receive into)"""
     saved: list[int]
     """bytes that each forward pass stored for its backward"""
+    host: int = 0
+    """bytes of the optimizer's states in the host's memory"""
 
 
 class Collectives(NamedTuple):

@@ -40,6 +40,8 @@ class RankKind(NamedTuple):
     """micro batches of the traced step, the source of the whole step"""
     traced_pp_ranks: int
     """pipeline ranks of the step that was traced"""
+    host: int
+    """bytes of the optimizer's states in the host's memory, which are not in `memory`"""
 
     @property
     def peak(self) -> int:
@@ -111,6 +113,7 @@ def _kind_as_dict(report: Report, kind: RankKind) -> dict[str, Any]:
         "stages": _stages(report, kind),
         "memory": {purpose: kind.memory[purpose] for purpose in PURPOSES},
         "peak": kind.peak,
+        "host": kind.host,
         "at_most": {purpose: kind.highest[purpose] for purpose in PURPOSES},
         "fits": report.verdict(kind),
         "sent": sent,
@@ -246,6 +249,9 @@ def assumptions(report: Report) -> Iterator[str]:
     if config.compile.graphs:
         yield "the CUDA graph's pool stays after backward; not counted: an evaluation, which comes on top of it"
     yield "not counted: the allocator's gaps, buffers of the communication library, CUDA's own: some GiB on a GPU"
+    if config.optimizer.offload:
+        of_kinds = " or ".join(dict.fromkeys(size(kind.host) for kind in report.kinds))
+        yield f"not counted: {of_kinds} of moments of a rank in its host's memory"
     yield "sent: in rings, each collective once round"
     if config.parallel.ep > 1:
         yield "tokens use all experts equally often: a rank whose experts are chosen more often holds and receives more"

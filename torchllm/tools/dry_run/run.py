@@ -227,4 +227,5 @@ def _highest(parallel: Parallel, plan: TracePlan, traced: Traced, micro_batches:
         sent=step.sent,
         traced_micro_batches=traced.micro_batches,
         traced_pp_ranks=plan.pp,
+        host=traced.host,
     )

@@ -29,12 +29,14 @@ from torchllm.facts.stages import stage_of_rank
 from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.grad_norm import gradients
+from torchllm.optim.offload import OffloadedAdamW
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.rounded import RoundedState
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.expert import ExchangeDispatch, Splits, routed_experts
 from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.initialize import materialize
+from torchllm.parallel.local_tensor import local_tensor
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.parallel.pipeline import Pipeline
@@ -195,6 +197,11 @@ def _trace(
         storage = getattr(optimizer, "storage", None)
         if isinstance(storage, RoundedState):  # it rounds pieces of some MiB, too many of them to trace
             storage.store = lambda *tensors: None
+        on_host: list[Tensor] = []
+        if isinstance(optimizer, OffloadedAdamW):
+            # It holds memory of the host alone.
+            optimizer.update_part = lambda *of_parameter: None  # type: ignore[method-assign]  # as of `store`
+            on_host = list(_state(optimizer))
         average = WeightAverage([*stages, *others], config.optimizer.ema_decay)
         average.follow(optimizer)
         tracker = Tracker(fake, axis_of_group(mesh) | axis_of_group(line), line.pp.get_group().group_name)
@@ -228,6 +235,7 @@ def _trace(
             for stage in step.stages:
                 tracker.claim((*stage.parameters(), *stage.buffers()), "parameters")
             tracker.claim((*_state(optimizer), *average.tensors.values()), "optimizer")
+            tracker.leave_out((*on_host, *(x for buffer in getattr(optimizer, "buffers", ()) for x in buffer)))
             tracker.claim((x for batch in batches for x in batch if isinstance(x, Tensor)), "inputs")
             if repeats is not None:
                 check_between_steps(tracker, blocks, repeats)
@@ -240,6 +248,7 @@ def _trace(
         micro_batches,
         memory_per_micro_batch(tracker, built, batches[0].tokens.nbytes, micro_batches),
         saved_by_forwards(tracker),
+        sum(local_tensor(tensor).nbytes for tensor in on_host),
     )
 
 

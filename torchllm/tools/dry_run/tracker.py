@@ -25,6 +25,8 @@ from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispa
 from torchllm.tools.mesh_axes import MeshAxis
 from torchllm.tools.torch_names import group_with_name
 
+HOST = "host"
+"""purpose of memory that is not of the device"""
 NEVER = 1 << 62
 """time of an event that has not happened: it is after all other times"""
 ACTION = "PP:"
@@ -158,6 +160,11 @@ class Tracker(TorchDispatchMode):
             local = local_tensor(tensor)
             self._hold(local, kind)
             self._live[id(local.untyped_storage())][1].kind = kind
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of these tensors no longer: they are in the host's memory."""
+        self.claim(tensors, HOST)
+        self.held = [held for held in self.held if held.kind != HOST]
 
     def begin_forward(self) -> None:
         """Note that a forward pass of a stage begins: memory that outlives it is stored for the backward pass."""

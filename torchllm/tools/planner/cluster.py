@@ -21,7 +21,7 @@ from torchllm.tools.resources import find_config, resource
 
 FOLDER = resource("train_configs/clusters")
 
-OPTIONAL = ("float8", "constants", "fall")
+OPTIONAL = ("float8", "constants", "fall", "host")
 """keys of a cluster file that may be missing"""
 
 
@@ -67,6 +67,16 @@ class AttentionRates:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The memory of a node's processors, as one GPU has it while all others of the node use it too; 0: not known."""
+
+    bandwidth: Annotated[float, Bound(at_least=0.0)] = 0.0
+    """bytes per second in one direction over PCIe or NVLink-C2C"""
+    memory_bandwidth: Annotated[float, Bound(at_least=0.0)] = 0.0
+    """bytes per second of the memory: one GPU's share"""
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One kind of node, and the links that join nodes. All keys but those in `OPTIONAL` are required in the file."""
 
@@ -83,6 +93,7 @@ class Hardware:
     achievable: Positive = math.inf
     """FLOP/s that large bfloat16 matrix products reach"""
     attention: AttentionRates = field(default_factory=AttentionRates)
+    host: Host = field(default_factory=Host)
     constants: Constants = field(default_factory=Constants)
     """constants of torchllm on these machines, fitted by `recipes/plan.py calibrate`"""
     links: tuple[Link, ...] = ()
@@ -259,6 +270,8 @@ def missing_keys(table: dict[str, Any]) -> Iterator[ConfigError]:
         _Section(("peak",), PeakRates, table.get("peak", {})),
         _Section(("attention",), AttentionRates, table.get("attention", {})),
     ]
+    if "host" in table:
+        sections.append(_Section(("host",), Host, table["host"]))
     for index, link in enumerate(table.get("links", [])):
         sections.append(_Section(("links", str(index)), Link, link))
     for section in sections:

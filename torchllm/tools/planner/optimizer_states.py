@@ -20,7 +20,9 @@ ENTRY = 4.0
 
 def with_optimizer_states(software: Software, model: Model, training: Training, optimizer: Optimizer) -> Software:
     """Return torchllm's sizes per parameter for an optimizer. software: has AdamW's sizes, with two moments."""
-    moments = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, optimizer.state_dtype)
+    moments = 0.0  # of the device
+    if not optimizer.offload:
+        moments = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, optimizer.state_dtype)
     entries = 1.0 if optimizer.ema_decay else 0.0
     software = replace(software, states=software.states + moments - 2 * ENTRY + ENTRY * entries)
     if training.weights_dtype == "bfloat16":

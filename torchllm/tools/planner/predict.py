@@ -20,6 +20,7 @@ from torchllm.tools.planner.experts import expert_parameters, expert_shards
 from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
 from torchllm.tools.planner.muon_time import muon_seconds
+from torchllm.tools.planner.offload import update_seconds
 from torchllm.tools.planner.parameters import (
     StageSize,
     different_views,
@@ -246,12 +247,15 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     bytes_per_parameter = 2 * software.states + 2 * software.gradients + software.weights
     bytes_per_parameter *= trained_share(case.model)
     owners = shards.over_shards.size if case.parallel.zero >= 1 else 1
-    moved = shards.parameters / owners * bytes_per_parameter
+    updated = shards.parameters / owners
+    update = memory_seconds(updated * bytes_per_parameter, case.hardware)
+    if case.optimizer.offload:
+        update = update_seconds(case, updated * trained_share(case.model))
     views = tuple(view for size in sizes for view in size.views)
     return {
         "gradient reduction": reduction + exchange.last_reduction,
         "weight gather": gather,
-        "optimizer": memory_seconds(moved, case.hardware) + muon_seconds(case, views),
+        "optimizer": update + muon_seconds(case, views),
     }
 
 
