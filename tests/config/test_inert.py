@@ -120,6 +120,7 @@ CONTRADICTED: dict[
     "metrics.profile_steps": ("600:603", {"training.steps": 599}, {"training.steps": 600}),
     "generate.top_k": (7, {"generate.temperature": 0.0}, {}),
     "evaluate.tasks_interval": (500, {}, {"evaluate.tasks": ("arc_easy",)}),
+    "recompute.offload": (True, {"recompute.mode": "selective"}, {"recompute.mode": "full"}),
     "recompute.k": (2, {"recompute.mode": "full"}, {"recompute.mode": "every_k"}),
     "lora.alpha": (32.0, {}, {"lora.rank": 8}),
     "lora.targets": (("q_proj",), {}, {"lora.rank": 8}),

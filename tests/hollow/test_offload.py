@@ -51,3 +51,17 @@ def test_the_moments_leave_the_device_and_each_parameter_goes_there_and_back() -
 def test_the_dry_run_predicts_the_peak() -> None:
     for peak in peaks(arguments(OFFLOAD), 8):
         assert abs(peak.difference) <= WITHIN, peak
+
+
+def test_inputs_of_blocks_leave_the_device() -> None:
+    """Without a wait: at the peak, which is at the loss, all have left."""
+    recompute: Settings = {"recompute.mode": "full", "model.layers": 12, "training.loss_chunk": 1024}
+    moved = recompute | {"recompute.offload": True}
+    reports = measure_all({"kept": arguments(recompute), "moved": arguments(moved)})
+    kept, moved_report = reports["kept"], reports["moved"]
+    assert moved_report["syncs"] == kept["syncs"] == {}
+    out, back = copies(moved_report)
+    assert (out, back - copies(kept)[1]) == (24, 24)  # of 12 blocks in two micro batches
+    assert kept["live"] - moved_report["live"] == pytest.approx(12 * 2 * 8192 * 1024 / GIB, rel=0.02)
+    for peak in peaks(arguments(moved), 8):
+        assert abs(peak.difference) <= WITHIN, peak

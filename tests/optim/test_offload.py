@@ -14,6 +14,7 @@ from tests.optim.test_optimizer import give_gradients, plain
 from tests.parity import CPU, SHORT, Settings, Trainer, tiny, world_size
 from tests.workers import run
 from torchllm.config import Optimizer
+from torchllm.config.errors import UserError
 from torchllm.optim.fused import Group
 from torchllm.optim.offload import OffloadedAdamW
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
@@ -90,6 +91,12 @@ class Recorded(OffloadedAdamW):
     def update_part(self, group: Group, parameter: Tensor, weight: Tensor, gradient: Tensor) -> None:
         self.weights = [*getattr(self, "weights", []), weight.data_ptr()]
         super().update_part(group, parameter, weight, gradient)
+
+
+@pytest.mark.parametrize("config", [Optimizer("muon", offload=True), Optimizer(state_dtype="int8", offload=True)])
+def test_what_the_host_does_not_update_is_refused(config: Optimizer) -> None:
+    with pytest.raises(UserError, match="for AdamW with moments in float32 or bfloat16"):
+        build_optimizer([plain()], config)
 
 
 def weights_of(stages: Sequence[nn.Module]) -> list[Tensor]:

@@ -193,6 +193,7 @@ NOT_TRIED = {
 def test_a_recipe_that_trains_applies_every_key(recipe: str, trained: Path, tmp_path: Path) -> None:
     upcycled = [f"--checkpoint.initial={trained}", "--model.upcycle=true", "--model.upcycle_noise=0.1"]
     lora = ["--lora.rank=2", "--lora.alpha=8", '--lora.targets=["q_proj"]', "--training.on_nonfinite=stop"]
+    lora += ["--recompute.mode=full", "--recompute.offload=true"]
     for name, asked in (("all", [*EVERYTHING, *upcycled]), ("updates", lora)):
         remote = f"--checkpoint.remote=memory:/{tmp_path}/{name}"
         assert pretrain(1, tmp_path / name, *FEW, *asked, remote, recipe=recipe) == [""]

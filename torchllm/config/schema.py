@@ -943,6 +943,8 @@ class Recompute:
     every second matrix product"""
     k: Annotated[Natural, Needs('recompute.mode = "segment" or "every_k"')] = 0
     """segment: blocks per segment, 0: round(sqrt(L)); every_k: recompute one block in k, 0: 2"""
+    offload: Annotated[bool, Needs('recompute.mode = "full" or "segment"')] = False
+    """the inputs of blocks or segments wait for their recomputation in the host's memory"""
 
 
 @dataclass(frozen=True)

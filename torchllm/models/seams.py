@@ -32,6 +32,7 @@ SEAMS = (
     Seam("core", "Mixer", ("context.py", "delta_sequence.py", "short_reach.py", "continue_texts.py")),
     Seam("attend", "Block", ("recompute.py", "compile.py")),
     Seam("run_blocks", "Decoder", ("recompute.py",)),
+    Seam("host", "OffloadedInputs", ("trace.py",)),
     Seam("is_graphed", "Decoder", ("parallelize.py",)),
     Seam("is_optimistic", "Decoder", ("optimistic.py",)),
     Seam("cross_entropy", "Head", ("tensor.py", "compile.py", "fsdp.py", "compiled_loss.py", "text_ranks.py")),

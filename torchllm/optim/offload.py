@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchllm.config import Optimizer as OptimizerConfig
+from torchllm.config.errors import UserError
 from torchllm.optim.fused import Group, ShardedAdamW, has_fewer_bits, update_by_adamw
 from torchllm.optim.rounded import RoundedAdamW, RoundedState
 from torchllm.parallel.local_tensor import local_tensor
@@ -112,7 +113,9 @@ class OffloadedRoundedAdamW(OffloadedAdamW, RoundedAdamW):
 
 
 def build_offloaded_adamw(stages: Sequence[nn.Module], groups: list[Group], config: OptimizerConfig) -> OffloadedAdamW:
-    """Return AdamW on the host of the groups, whose parameters are those of `stages`."""
+    """Return AdamW on the host, of groups of the parameters of `stages`. Raises UserError for other optimizers."""
+    if config.name != "adamw" or config.state_dtype == "int8":
+        raise UserError("optimizer.offload is for AdamW with moments in float32 or bfloat16: set it to false")
     if has_fewer_bits(groups, config):
         return OffloadedRoundedAdamW(groups, config, RoundedState(stages, getattr(torch, config.state_dtype), HOST))
     return OffloadedAdamW(groups, config)

@@ -115,6 +115,11 @@ def apply_recompute(
                     _wrap(block, ["mlp"], context_fn=partial(_with_units_inside, saver, block.mlp))
         case "segment":
             stage.run_blocks = Segments(recompute_interval(config, layers))
+    if config.offload:
+        from torchllm.parallel.input_offload import OffloadedInputs  # of no use to most runs
+
+        size = stage.run_blocks.size if isinstance(stage.run_blocks, Segments) else 1
+        stage.run_blocks = OffloadedInputs(stage.run_blocks, size)
 
 
 def _wrap(parent: nn.Module, names: Iterable[str], **arguments: Any) -> None:

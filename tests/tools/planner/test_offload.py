@@ -6,10 +6,10 @@ import pytest
 
 from tests.tools.planner.test_comms import dgx_a100
 from tests.tools.planner.test_predict import case
-from torchllm.config import Optimizer, Training
+from torchllm.config import Optimizer, Recompute, Training
 from torchllm.config.errors import UserError
 from torchllm.tools.planner.cluster import Host
-from torchllm.tools.planner.offload import update_seconds
+from torchllm.tools.planner.offload import exposed_copy_seconds, host_update_seconds
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
 from torchllm.tools.planner.predict import predict
 
@@ -33,12 +33,28 @@ def test_a_billion_parameters(host: Host, dtype: str, seconds: float) -> None:
     training = Training(weights_dtype=dtype)  # type: ignore[arg-type]  # as above
     software = with_optimizer_states(layout.software, layout.model, training, optimizer)
     offloaded = replace(layout, software=software, optimizer=optimizer)
-    assert update_seconds(offloaded, 1e9) == pytest.approx(seconds)
+    assert host_update_seconds(offloaded, 1e9) == pytest.approx(seconds)
     assert predict(offloaded).terms["optimizer"] == pytest.approx(seconds * 13.0e9 / 8 / 1e9, rel=0.01)
     assert predict(offloaded).memory.optimizer == 0
 
 
 def test_a_cluster_without_a_host_has_no_price() -> None:
     layout = case(hardware=replace(dgx_a100(), host=Host()), optimizer=None)
-    with pytest.raises(UserError, match=r"cluster file of .* has no \[host\] .* set the key to false"):
+    with pytest.raises(UserError, match=r"cluster file of .* has no \[host\] .* set both to false"):
         predict(replace(layout, optimizer=Optimizer(offload=True)))
+
+
+def test_a_block_waits_for_the_copy_of_its_input_that_its_computation_does_not_hide() -> None:
+    slow = replace(dgx_a100(), host=Host(bandwidth=1e9, memory_bandwidth=1e9))
+    kept = case(mode="full", hardware=slow, micro_batch_size=2, sequence_parallel=True, tp=2)
+    moved = replace(kept, recompute=replace(kept.recompute, offload=True))
+    copied = 2 * (2 * 2048) * 5120 / 2 / 1e9  # bfloat16 of two sequences, on each of two ranks half
+    assert exposed_copy_seconds(kept, 0.0) == 0
+    assert exposed_copy_seconds(moved, 0.0) == pytest.approx(copied)
+    assert exposed_copy_seconds(moved, 0.01) == pytest.approx(copied - 0.01)
+    in_segments = replace(moved, recompute=Recompute("segment", 4, offload=True))
+    assert exposed_copy_seconds(in_segments, 0.0) == pytest.approx(copied / 4)
+    fast = replace(moved, hardware=replace(slow, host=LINK))
+    assert predict(fast).step == predict(replace(kept, hardware=fast.hardware)).step
+    assert predict(moved).step > predict(kept).step
+    assert predict(moved).memory.activations < predict(kept).memory.activations

@@ -176,6 +176,7 @@ def graph_problems(config: Config) -> Iterator[ConfigError]:
         "data.document_mask": (config.data.document_mask, "each micro batch has another number of documents"),
         "float8.recipe": (config.float8.is_on, "the scales of float8 weights are made anew in each step"),
         "optimizer.offload": (config.optimizer.offload, "graphs spare the host, for which each step waits then"),
+        "recompute.offload": (config.recompute.offload, "copies to the host are not captured"),
         "run.device": (config.run.device == "cpu", "a CPU has no CUDA graphs"),
     }
     for key, (is_set, why) in causes.items():

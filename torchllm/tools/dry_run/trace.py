@@ -36,6 +36,7 @@ from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.expert import ExchangeDispatch, Splits, routed_experts
 from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.initialize import materialize
+from torchllm.parallel.input_offload import OffloadedInputs
 from torchllm.parallel.local_tensor import local_tensor
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import build_forward_backward, parallelize
@@ -59,7 +60,7 @@ from torchllm.tools.dry_run.repeats import (
     watch_blocks,
 )
 from torchllm.tools.dry_run.replay import Traced, action_keys
-from torchllm.tools.dry_run.tracker import Tracker
+from torchllm.tools.dry_run.tracker import NO_DEVICE, Tracker
 from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.planner.schedules import flat, orders
 from torchllm.tools.torch_names import skip_pipeline_vote
@@ -164,6 +165,8 @@ def _build_stages(config: Config, dtype: torch.dtype, gpu: bool, mesh: Mesh, mod
     stages = parallelize(model, mesh, config.parallel, *arguments)
     for stage in stages:
         split_evenly(stage)
+        if isinstance(stage.run_blocks, OffloadedInputs):
+            stage.run_blocks.host = NO_DEVICE
     return stages
 
 

@@ -25,6 +25,8 @@ from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispa
 from torchllm.tools.mesh_axes import MeshAxis
 from torchllm.tools.torch_names import group_with_name
 
+NO_DEVICE = torch.device("meta")
+"""of tensors that do not count: the inputs of blocks on the host"""
 HOST = "host"
 """purpose of memory that is not of the device"""
 NEVER = 1 << 62
@@ -178,6 +180,8 @@ class Tracker(TorchDispatchMode):
 
     def _hold(self, tensor: Tensor, kind: str) -> None:
         if self.fake is not None and getattr(tensor, "fake_mode", None) is not self.fake:
+            return
+        if tensor.device == NO_DEVICE:
             return
         storage = tensor.untyped_storage()
         reference, held = self._live.get(id(storage), (None, None))

@@ -20,7 +20,7 @@ from torchllm.tools.planner.experts import expert_parameters, expert_shards
 from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
 from torchllm.tools.planner.muon_time import muon_seconds
-from torchllm.tools.planner.offload import update_seconds
+from torchllm.tools.planner.offload import host_update_seconds
 from torchllm.tools.planner.parameters import (
     StageSize,
     different_views,
@@ -250,7 +250,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     updated = shards.parameters / owners
     update = memory_seconds(updated * bytes_per_parameter, case.hardware)
     if case.optimizer.offload:
-        update = update_seconds(case, updated * trained_share(case.model))
+        update = host_update_seconds(case, updated * trained_share(case.model))
     views = tuple(view for size in sizes for view in size.views)
     return {
         "gradient reduction": reduction + exchange.last_reduction,

@@ -33,6 +33,7 @@ from torchllm.tools.planner.experts import (
     shared_seconds,
 )
 from torchllm.tools.planner.frozen_weights import update_seconds
+from torchllm.tools.planner.offload import exposed_copy_seconds
 from torchllm.tools.planner.parameters import StageSize, block_parameters, trained_share
 from torchllm.tools.planner.schedules import PUBLISHED
 from torchllm.tools.planner.simulate import StageTimes
@@ -139,6 +140,10 @@ def cost_of_block(case: Case, work: Computed | None = None) -> BlockCost:
     if not splits_backward(case.parallel):
         backward_without_fsdp += weights
     fsdp = sharded_weights(case, forward_without_fsdp, backward_without_fsdp)
+    copies = PassSeconds(
+        forward=exposed_copy_seconds(case, forward_without_fsdp),
+        backward=exposed_copy_seconds(case, backward_without_fsdp),
+    )
 
     device = work.forward.plus(work.inputs).plus(work.weights)
     matmul_seconds = device.matmul / constants.speed
@@ -150,7 +155,7 @@ def cost_of_block(case: Case, work: Computed | None = None) -> BlockCost:
         "attention": attention_seconds,
         "elementwise": elementwise_seconds,
         "launch": forward + inputs + weights - device_seconds,
-        "recompute": repeated,
+        "recompute": repeated + copies.total,
         "tensor parallel": tp.total,
         "context parallel": cp.total,
         "expert parallel": ep.total,
@@ -158,7 +163,7 @@ def cost_of_block(case: Case, work: Computed | None = None) -> BlockCost:
     }
     forward_time = forward
     input_gradient_time = inputs + repeated
-    for waiting in (tp, cp, ep, fsdp):
+    for waiting in (tp, cp, ep, fsdp, copies):
         forward_time += waiting.forward
         input_gradient_time += waiting.backward
         input_gradient_time += waiting.recomputed

@@ -43,6 +43,8 @@ def stage_activations(
     if not blocks:
         return StageActivations(0.0, 0.0)
     match recompute.mode:
+        case "full" if recompute.offload:  # in the backward its own input, and the one before, on its way
+            return StageActivations(0.0, block.whole + 2 * block.entry)
         case "full":
             return StageActivations(blocks * block.entry, block.whole)
         case "segment":
@@ -50,7 +52,10 @@ def stage_activations(
             begins = stage.views[::size].count(view)
             end = stage.last_of(view) + 1
             of_segment = stage.views[max(0, end - size) : end]
-            return StageActivations(begins * block.entry, sum_over_blocks(of_segment, [of.whole for of in of_blocks]))
+            whole = sum_over_blocks(of_segment, [of.whole for of in of_blocks])
+            if recompute.offload:
+                return StageActivations(0.0, whole + 2 * block.entry)
+            return StageActivations(begins * block.entry, whole)
         case "every_k":  # blocks behind the last recomputed one are freed before anything is recomputed
             interval = recompute_interval(recompute, model.layers)
             recomputed_blocks = stage.views[stage.first_recomputed :: interval].count(view)

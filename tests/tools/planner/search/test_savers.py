@@ -36,6 +36,10 @@ def test_they_free_what_they_say() -> None:
     assert full.freed > 10 * GIB
     assert full.slower == recomputed.step / usual.step
     assert full.slower > 1.1
+    assert by_setting["--optimizer.offload=true"].freed > by_setting["--optimizer.state_dtype=bfloat16"].freed
+    assert by_setting["--optimizer.offload=true"].slower > 1
+    assert "--training.weights_dtype=bfloat16" in by_setting
+    assert "--recompute.offload=true" in settings(replace(LLAMA, recompute=Recompute("full")))
     assert str(full).startswith("--recompute.mode=full frees ")
 
 
@@ -47,7 +51,7 @@ def test_three_that_free_something_and_that_the_config_accepts() -> None:
     one_sequence = replace(LLAMA.training, micro_batch_size=1)
     thrifty = replace(LLAMA, recompute=Recompute("full"), training=one_sequence)
     for setting in settings(thrifty):
-        assert "recompute" not in setting
+        assert "recompute.mode" not in setting
         assert "micro" not in setting
     assert "--parallel.sequence_parallel=true" in settings(replace(LLAMA, parallel=Parallel(dp_shard=4, tp=2)))
     unknown = replace(LLAMA, cluster=Cluster(), parallel=Parallel(dp_shard=4))  # this_cpu is of eight ranks

@@ -108,6 +108,8 @@ def why_unplanned(config: Config) -> str:
     # FOOTGUN: the CPU's figures hold for the number of ranks that shared it when they were measured.
     if hardware is None or (name == CPU and config.parallel.ranks != hardware.gpus_per_node):
         return unknown_machine
+    if (config.optimizer.offload or config.recompute.offload) and not hardware.host.bandwidth:
+        return "the cluster file has no [host], which the time of offload follows from"
     return ""
 
 
@@ -168,6 +170,7 @@ def job_of(config: Config, world_size: int, written: Collection[str], hardware: 
         optimizer=config.optimizer,
         fixed=fixed,
         expert_dispatch=config.parallel.expert_dispatch,
+        offloads_inputs=config.recompute.offload,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.bounds import at_least
+from torchllm.tools.planner.search.dials import cheapest_dial
 from torchllm.tools.planner.search.layouts import MODES, DegreeMesh, Job, Layout
 from torchllm.tools.planner.search.search import Found, Ranked, mesh_of, search, sharded
 from torchllm.tools.planner.validity import judge
@@ -248,11 +249,14 @@ def _gib(bytes: float) -> str:
 
 
 def fits_nowhere(job: Job, outcome: Found) -> str:
-    """Return why no layout fits, and which number of GPUs or sequence length would."""
+    """Return why no layout fits, and which key, number of GPUs or sequence length would do."""
     message = f"no layout fits in the {_gib(job.hardware.memory)} of one {job.hardware.gpu}"
     miss = outcome.closest_miss
     if miss is not None:
         message += f"; the closest, {miss.layout.text()}, needs {_gib(miss.over)} more"
+    dial = cheapest_dial(job)
+    if dial is not None:
+        message += f"; with {dial.setting} it would, and a step {_time_beside(dial.slower, 1.0)}"
     remedies = []
     gpus = _enough_gpus(job)
     if gpus:

@@ -45,6 +45,7 @@ C = TypeVar("C", bound=Config)
 ContextMethod = Literal["ring", "ulysses"]
 MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 RECOMPUTE = {mode: Recompute(mode=mode) for mode in MODES}
+OFFLOADED = {mode: Recompute(mode=mode, offload=True) for mode in MODES}
 UNEVEN_STAGES = 4
 """largest number of virtual stages that need not divide the blocks evenly"""
 
@@ -160,6 +161,8 @@ class Job:
     """with experts: rows of the busiest rank's experts, divided by the average over ranks"""
     expert_dispatch: Literal["exact", "optimistic"] = "exact"
     """of the layouts that are searched"""
+    offloads_inputs: bool = False
+    """recompute.offload, of layouts that recompute whole blocks"""
 
     @cached_property
     def software(self) -> Software:
@@ -208,7 +211,7 @@ class Job:
             self.model,
             self._training_of(layout.micro_batch_size),
             self.parallel(layout),
-            RECOMPUTE[layout.recompute],
+            self.recompute(layout),
             kernels_of(self.model, self.compile_of(layout), self.software, self.hardware),
             self.hardware,
             self.software,
@@ -216,6 +219,11 @@ class Job:
             self.optimizer,
             self.imbalance,
         )
+
+    def recompute(self, layout: Layout) -> Recompute:
+        """Return [recompute] with this layout."""
+        has_effect = self.offloads_inputs and layout.recompute in ("full", "segment")
+        return OFFLOADED[layout.recompute] if has_effect else RECOMPUTE[layout.recompute]
 
     def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:
         """Return [parallel] with this layout; other keys are taken from `base`."""
@@ -237,7 +245,7 @@ class Job:
             model=self.model,
             training=training,
             parallel=self.parallel(layout, base.parallel),
-            recompute=RECOMPUTE[layout.recompute],
+            recompute=self.recompute(layout),
             compile=self.compile_of(layout),
         )
 

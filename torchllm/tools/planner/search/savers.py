@@ -57,6 +57,16 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
         if recompute.mode != mode:
             changed = replace(recompute, mode=mode, k=0)
             yield f"--recompute.mode={mode}", replace(config, recompute=changed)
+    if recompute.mode in ("full", "segment") and not recompute.offload:
+        yield "--recompute.offload=true", replace(config, recompute=replace(recompute, offload=True))
+    if config.optimizer.name != "sgd" and config.optimizer.state_dtype == "float32":
+        narrow = replace(config.optimizer, state_dtype="bfloat16")
+        yield "--optimizer.state_dtype=bfloat16", replace(config, optimizer=narrow)
+    if config.optimizer.name == "adamw":
+        if not config.optimizer.offload:
+            yield "--optimizer.offload=true", replace(config, optimizer=replace(config.optimizer, offload=True))
+        if training.weights_dtype == "float32":
+            yield _training(config, "weights_dtype", "bfloat16")
     if training.micro_batch_size > 1:
         yield _training(config, "micro_batch_size", training.micro_batch_size // 2)
     if not training.loss_chunk:
@@ -73,7 +83,7 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
             yield _parallel(config, **doubled, dp_shard=parallel.dp_shard // 2)
 
 
-def _training(config: Config, key: str, value: int) -> tuple[str, Config]:
+def _training(config: Config, key: str, value: int | str) -> tuple[str, Config]:
     """Return the setting of a key of [training], and the config that has it."""
     changes: dict[str, Any] = {key: value}
     training = replace(config.training, **changes)

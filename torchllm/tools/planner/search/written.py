@@ -80,7 +80,7 @@ def sections(model: PlannedModel, job: Job, layout: Layout) -> Tables:
     written = {
         "training": (run.training, sizes),
         "parallel": (run.parallel, [*parallel, "scatter_gather"]),
-        "recompute": (run.recompute, ["mode"]),
+        "recompute": (run.recompute, ["mode", "offload"] if job.offloads_inputs else ["mode"]),
         "compile": (run.compile, COMPILED_PARTS),
     }
     for section, (config, keys) in written.items():

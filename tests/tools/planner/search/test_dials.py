@@ -1,0 +1,86 @@
+"""The key that makes a job fit: it does so alone, no other is faster, and the message has it with its price."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.tools.planner.search.test_search import LARGE, SMALL, all_layouts, cluster, make_job
+from torchllm.config import Config, Optimizer
+from torchllm.tools.planner.cluster import Host
+from torchllm.tools.planner.predict import predict
+from torchllm.tools.planner.search.dials import cheapest_dial, dials
+from torchllm.tools.planner.search.explain import fits_nowhere
+from torchllm.tools.planner.search.layouts import Job
+from torchllm.tools.planner.search.search import search
+
+HOST = Host(bandwidth=30e9, memory_bandwidth=50e9)
+
+
+def job_with(memory: float, host: Host = HOST, optimizer: Optimizer | None = None) -> Job:
+    hardware = replace(cluster(memory=memory), host=host)
+    return make_job(LARGE, gpus=4, batch=64, length=4096, hardware=hardware, optimizer=optimizer or Optimizer())
+
+
+def test_the_key_that_makes_it_fit_is_named_with_its_price() -> None:
+    job = job_with(28e9)
+    outcome = search(job)
+    assert not outcome.best
+    assert [dial.setting for dial in dials(job) if search(dial.job).best] == ["optimizer.offload = true"]
+    dial = cheapest_dial(job)
+    assert dial is not None
+    (best,) = search(replace(job, optimizer=Optimizer(offload=True)), 1).best
+    assert (dial.setting, dial.step) == ("optimizer.offload = true", best.prediction.step)
+    assert dial.slower == best.prediction.step / predict(job.case(best.layout)).step > 1
+    message = f"; with optimizer.offload = true it would, and a step takes {dial.slower - 1:.1%} longer; "
+    assert message in fits_nowhere(job, outcome)
+
+
+def test_of_several_the_fastest_is_named() -> None:
+    job = job_with(45e9)
+    steps = {}
+    for dial in dials(job):
+        if best := search(dial.job, 1).best:
+            steps[dial.setting] = best[0].prediction.step
+    cheapest = cheapest_dial(job)
+    assert len(steps) > 1
+    assert cheapest is not None
+    assert cheapest.setting == min(steps, key=lambda setting: steps[setting])
+
+
+def test_keys_that_a_job_cannot_have_are_not_tried() -> None:
+    def settings(job: Job) -> set[str]:
+        return {dial.setting.partition(" ")[0] for dial in dials(job)}
+
+    everything = settings(job_with(28e9))
+    assert everything == {
+        *("training.weights_dtype", "training.loss_chunk", "optimizer.state_dtype", "optimizer.offload"),
+        "recompute.offload",
+    }
+    offload = {"optimizer.offload", "recompute.offload"}
+    assert settings(job_with(28e9, host=Host())) == everything - offload
+    muon = job_with(28e9, optimizer=Optimizer(name="muon"))
+    assert settings(muon) == everything - {"training.weights_dtype", "optimizer.offload"}
+    sgd = job_with(28e9, optimizer=Optimizer(name="sgd"))
+    assert settings(sgd) == {"recompute.offload", "training.loss_chunk"}
+    in_8_bits = job_with(28e9, optimizer=Optimizer(state_dtype="int8"))
+    assert settings(in_8_bits) == everything - {"optimizer.state_dtype", "optimizer.offload"}
+    taken = replace(in_8_bits, offloads_inputs=True, optimizer=Optimizer(offload=True))
+    assert settings(taken) == {"training.weights_dtype", "training.loss_chunk"}
+
+
+@pytest.mark.parametrize("memory", [6e9, 8e9, 80e9])
+def test_the_search_with_offload_finds_what_trying_all_finds(memory: float) -> None:
+    hardware = replace(cluster(memory=memory), host=Host(1e9, 1e9))
+    job = make_job(SMALL, gpus=4, hardware=hardware, optimizer=Optimizer(offload=True), offloads_inputs=True)
+    predictions = [predict(job.case(layout)) for layout in all_layouts(job) if job.accepts(layout)]
+    steps = [prediction.step for prediction in predictions if prediction.fits]
+    found = search(job, 1).best
+    assert [ranked.prediction.step for ranked in found] == sorted(steps)[:1]
+
+
+def test_a_layout_that_recomputes_no_whole_blocks_offloads_none() -> None:
+    job = replace(job_with(80e9), offloads_inputs=True)
+    layout = search(job, 1).best[0].layout
+    for mode, offloads in (("none", False), ("selective", False), ("full", True), ("segment", True)):
+        run = job.config(Config(), layout._replace(recompute=mode))  # type: ignore[arg-type]  # one of its words
+        assert (run.recompute.mode, run.recompute.offload) == (mode, offloads)
