@@ -61,6 +61,25 @@ def test_one_of_several_writers_succeeds(url: str) -> None:
     assert storage.read("owner/000001") == b"%d" % winners[0]
 
 
+@pytest.mark.parametrize("put", ["put", "put_if_absent"])
+def test_a_write_that_ends_midway_leaves_no_part(put: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a full disk, or a kill, which would leave the temporary file."""
+    folder = RemoteFolder(str(tmp_path))
+
+    def write_half(file: Path, content: bytes) -> None:
+        with file.open("xb") as opened:
+            opened.write(content[: len(content) // 2])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write_half)
+        with pytest.raises(StorageError, match=r"cannot write .*manifest\.json: .*No space left"):
+            getattr(folder, put)("step-1/manifest.json", b"whole")
+    assert not list((tmp_path / "step-1").iterdir())
+    assert getattr(folder, put)("step-1/manifest.json", b"whole") in (None, True)
+    assert folder.read("step-1/manifest.json") == b"whole"
+
+
 def test_errors_name_the_object(url: str, tmp_path: Path) -> None:
     storage = RemoteFolder(url)
     with pytest.raises(StorageError, match=r"^cannot read \S+/run/step/none: "):

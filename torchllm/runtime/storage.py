@@ -3,10 +3,12 @@
     s3://bucket/run, gs://bucket/run, memory://run, file:///mnt/run, /mnt/run
 
 `fsspec` has the protocols; credentials and endpoints are those of its packages (for s3: environment variables and
-`~/.aws`, as for every other program). In a bucket an object is there whole or not at all;
-on a file system a write that is killed leaves a part of it.
+`~/.aws`, as for every other program). What is put is there whole or not at all; on a file system a killed upload of
+a file leaves a part of it.
 """
 
+import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,7 +96,11 @@ class RemoteFolder:
         """Write an object whole, over an older one."""
         with self._naming("write", name):
             self._make_folder_of(name)
-            self._system.pipe_file(self._join(name), content)
+            if self._has_folders:
+                with self._temporary(name, content) as file:
+                    os.replace(file, self._join(name))
+            else:
+                self._system.pipe_file(self._join(name), content)
 
     def put_if_absent(self, name: str, content: bytes) -> bool:
         """Write an object if there is none of this name: of several writers exactly one is told True, on file systems
@@ -102,9 +108,9 @@ class RemoteFolder:
         try:
             with self._naming("write", name, FileExistsError):
                 self._make_folder_of(name)
-                if self._has_folders:  # there fsspec's own call looks first, too
-                    with self._system.open(self._join(name), "xb") as file:
-                        file.write(content)
+                if self._has_folders:  # there fsspec's own call looks first, too, and a kill leaves an empty file
+                    with self._temporary(name, content) as file:
+                        os.link(file, self._join(name))
                 else:
                     self._system.pipe_file(self._join(name), content, mode="create")
         except FileExistsError:
@@ -146,6 +152,17 @@ class RemoteFolder:
         """Make the folder of an object where storage has folders; in buckets they are parts of names."""
         if self._has_folders:
             self._system.makedirs(self._join(name).rpartition("/")[0], exist_ok=True)
+
+    @contextmanager
+    def _temporary(self, name: str, content: bytes) -> Iterator[Path]:
+        """Write a file beside an object's, to become the object as a whole; delete what is left of it."""
+        path = Path(self._join(name))
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            temporary.write_bytes(content)
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @contextmanager
     def _naming(self, action: str, name: str, *passed: type[OSError]) -> Iterator[None]:
