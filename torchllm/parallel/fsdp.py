@@ -86,6 +86,8 @@ def apply_fsdp(
             if expert_mesh is not None:
                 unit = partial(shard, mesh=expert_mesh, reshard_after_forward=frees)
                 inner = [unit(experts, shard_placement_fn=placements.get) for experts in experts_of(block)]
+                for experts in inner:  # FSDP would keep it from their recomputation to the next one of any experts
+                    free_gather_buffer(experts)
         outer = shard(block, reshard_after_forward=frees, shard_placement_fn=placements.get)
         units.append(Unit(outer, inner))
 

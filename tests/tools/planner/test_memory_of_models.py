@@ -36,6 +36,7 @@ SMALLEST = 2**29
 OTHERS = ("whole logits", "document mask", "LoRA")
 WHOLE = ("whole logits", "no mask", "all weights")
 TIED = ("ZeRO 3", "one micro batch", "logits in chunks", "document mask")
+LARGER = ("ZeRO 3", "larger micro batches", "whole logits", "document mask")
 
 
 def is_lora_in_pipeline(choice: Choice) -> bool:
@@ -93,6 +94,10 @@ TERMS: dict[str, tuple[Choice, float]] = {
     ),
     "frozen tied head, its gradient in the forward": (
         Choice("qwen3_0.6b", ("every_k", "tp 4", "ulysses 2", "pp 1", *TIED, "LoRA")),
+        0.005,
+    ),
+    "experts gathered for a recomputation by a backward after a backward": (
+        Choice("deepseek_v3", ("every_k", "tp 8, sp", "ring 2", "pp 2, all forwards first", *LARGER, "ep 2")),
         0.005,
     ),
 }

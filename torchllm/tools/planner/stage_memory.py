@@ -264,7 +264,6 @@ def _block_backward(
     recomputed = blocks.of_views[stage.views[position]].recomputed
     first_ahead = max(0, position - rank.parallel.prefetch)
     gathered = rank.per_use * (rank.block_parameters(stage, first_ahead, position + 1).whole + rank.root_of(stage))
-    gathered += rank.per_use * block.experts.whole * _keeps_buffer_of_experts(rank, stage, position)
     gradients = 0.0
     if rank.reduces_in_only_backward:
         over = rank.block_parameters(stage, position + 1, stage.blocks)
@@ -289,23 +288,6 @@ def _block_backward(
         activations += deferred + phase.deferred * (kind == "I")
         still_gathered = gathered - freeing * phase.freed
         yield Memory(0.0, gradients, 0.0, still_gathered, activations, -memory.logits, temporary=temporary)
-
-
-def _keeps_buffer_of_experts(rank: Rank, stage: StageSize, position: int) -> bool:
-    """Return whether the buffer is there in which experts were gathered for a recomputation.
-
-    FSDP keeps it until the next recomputation gathers experts. Experts that one rank holds whole need no buffer, and a
-    selective recomputation starts after they are gathered.
-    """
-    if rank.recompute.mode in ("none", "selective", "selective_half"):
-        return False
-    if rank.gathers_stages or rank.shards <= rank.parallel.ep:
-        return False
-    end = stage.blocks - rank.parallel.keep_last_block  # a block that stays gathered is not gathered again
-    if rank.recompute.mode != "every_k":
-        return position < end
-    recomputed = range(stage.first_recomputed, end, recompute_interval(rank.recompute, rank.model.layers))
-    return any(other >= position for other in recomputed)
 
 
 def _last_reduction(rank: Rank, memory: Stage, blocks: ActivationsOfStage, stage: StageSize) -> Memory:
