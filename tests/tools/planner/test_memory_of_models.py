@@ -36,6 +36,8 @@ SMALLEST = 2**29
 OTHERS = ("whole logits", "document mask", "LoRA")
 WHOLE = ("whole logits", "no mask", "all weights")
 TIED = ("ZeRO 3", "one micro batch", "logits in chunks", "document mask")
+ALONE = ("one", "micro batches", "whole logits", "document mask")
+IN_CHUNKS = ("ZeRO 3", "larger micro batches", "logits in chunks", "document mask")
 LARGER = ("ZeRO 3", "larger micro batches", "whole logits", "document mask")
 
 
@@ -98,6 +100,18 @@ TERMS: dict[str, tuple[Choice, float]] = {
     ),
     "experts gathered for a recomputation by a backward after a backward": (
         Choice("deepseek_v3", ("every_k", "tp 8, sp", "ring 2", "pp 2, all forwards first", *LARGER, "ep 2")),
+        0.005,
+    ),
+    "experts sharded by hidden states, copied once more": (
+        Choice("gpt_oss_20b", ("every_k", "tp 8, sp", "ring 2", "pp 2", *LARGER, "ep 2")),
+        0.02,
+    ),
+    "a dense first block, smaller than the others": (
+        Choice("deepseek_v3", ("selective_half", "tp 1", "ulysses 2", "pp 2, zero bubble", *IN_CHUNKS, "ep 1")),
+        0.005,
+    ),
+    "every second product, counted through the routed experts": (
+        Choice("gemma4_26b_a4b", ("selective_half", "tp 2", "cp 1", "pp 2, all forwards first", *ALONE, "ep 2")),
         0.005,
     ),
 }

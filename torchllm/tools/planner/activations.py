@@ -26,7 +26,13 @@ from torchllm.tools.planner.compute import (
     mixer_products,
     whole_on_rank,
 )
-from torchllm.tools.planner.experts import RoutedActivations, expert_parameters, routed_activations, unfused_gate_bytes
+from torchllm.tools.planner.experts import (
+    NO_ACTIVATIONS,
+    RoutedActivations,
+    expert_parameters,
+    routed_activations,
+    unfused_gate_bytes,
+)
 from torchllm.tools.planner.software import Software
 
 
@@ -219,13 +225,18 @@ def _norm_bytes(fused: bool) -> float:
     return 2.0 if fused else 8.0
 
 
-def block_products(model: Model, piece: Piece, kernels: Kernels, trained: TrainedParameters) -> list[BlockProduct]:
+def block_products(
+    model: Model,
+    piece: Piece,
+    kernels: Kernels,
+    trained: TrainedParameters,
+    routed: RoutedActivations = NO_ACTIVATIONS,
+) -> list[BlockProduct]:
     """Return the products of a block in the order of their use (`facts.flops.product_sizes`).
 
-    In a sparse block the results of router and routed experts are empty here (`RoutedActivations` has them): they stand
-    between the first product of the shared experts and the other two. For q and k the inputs of their norms are kept,
-    for o and down the inputs of norms after them. An updated layer is three products, W x, A x and B A x; kept are
-    A x and, of the others, the sum.
+    Results of the router are empty here, and so are those of routed experts without `routed`. For q and k the inputs
+    of their norms are kept, for o and down the inputs of norms after them. An updated layer is three products, W x,
+    A x and B A x; kept are A x and, of the others, the sum.
     """
     width = Widths.of(model, piece)
     keeps_normed = keeps_input_of_qk_norm(model, piece, kernels)
@@ -242,6 +253,9 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, trained: Traine
     layers |= {**added, last[0]: BlockProduct(width.hidden, keeps_sums, is_cut)}
     of_ffn = dict.fromkeys(("gate_proj", "up_proj"), BlockProduct(width.ffn, width.ffn))
     of_ffn["down_proj"] = BlockProduct(width.hidden, keeps_sums, is_cut)
+    of_gate = routed.gates / 2 / (2 * piece.tokens)
+    of_ffn |= dict.fromkeys(("routed gate_proj", "routed up_proj"), BlockProduct(of_gate, of_gate))
+    of_ffn["routed down_proj"] = BlockProduct(routed.rows / (2 * piece.tokens))
     for shape in feed_forward(model).products(model):
         layers[shape.layer] = of_ffn.get(shape.layer, BlockProduct(0.0))
     products = []
@@ -278,6 +292,8 @@ def saved_collectives(model: Model, piece: Piece, software: Software) -> Selecte
     """
     width, costs, share = Widths.of(model, piece), mixer_costs(model, piece), piece.share
     sums = feed_forward(model).sums
+    if piece.ep > 1 and piece.spread > 1:  # routed experts read a rank's own part of the sequence
+        sums = int(dense_width(model) > 0)
     if not software.saves_collectives:
         return Selected(0.0, 0.0)
     saved = shared = 0.0
@@ -312,12 +328,14 @@ def block_activations(
     attention = attention_bytes(costs, stored)
 
     products = block_products(model, piece, kernels, trained)
+    with_routed = block_products(model, piece, kernels, trained, routed)
     collectives = saved_collectives(model, piece, software)
     if software.saves_collectives:  # and with them the sums, whose parts are not kept
         sums = selected_products([product for product in products if product.is_part])
         collectives = collectives._replace(shared=collectives.shared + sums.shared)
         products = [product for product in products if not product.is_part]
-    every_second = selected_products(products[1::2])
+        with_routed = [product for product in with_routed if not product.is_part]
+    every_second = selected_products(with_routed[1::2])
     selected = selected_products(products)
     if software.keeps_every_other:
         selected = selected_products(products[::2])
@@ -343,8 +361,8 @@ def block_activations(
         residual=tokens * (stored.norms + stored.dropped),
         products=tokens * (always + selected.saved) + routed.products,
         shared=tokens * (always_shared + selected.shared) + routed.shared,
-        half=tokens * (always + every_second.saved) + routed.half,
-        half_shared=tokens * (always_shared + every_second.shared) + routed.half_shared,
+        half=tokens * (always + every_second.saved) + routed.sent,
+        half_shared=tokens * (always_shared + every_second.shared) + routed.sent,
         deferred=tokens * deferred,
         phases=tuple(phases),
     )

@@ -294,10 +294,8 @@ class RoutedActivations(NamedTuple):
     """results of products and of exchanges: saved by selective recomputation"""
     shared: float
     """part of `products` that is kept without recomputation too"""
-    half: float
-    """results of every second product, and of exchanges: saved by selective_half"""
-    half_shared: float
-    """part of `half` that is kept without recomputation too"""
+    sent: float
+    """part of `products`: of exchanges"""
 
     @property
     def whole(self) -> float:
@@ -341,11 +339,6 @@ def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedAc
     returned = results if has_ep else 0.0
     sent = received + returned
 
-    # Products in order: q, k, v, o, router, gate, up, down of the shared experts, gate, up, down of the routed ones. Of
-    # the routed ones the second, fourth, ... is up with shared experts; without them they are gate and down.
-    second_products = gates / 2
-    if not model.shared_experts:
-        second_products += rows
     return RoutedActivations(
         choices=choices,
         rows=rows,
@@ -353,7 +346,6 @@ def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedAc
         gates=gates,
         results=results,
         products=products + rows + sent,
-        shared=products + returned,
-        half=second_products + sent,
-        half_shared=gates / 2 + returned,
+        shared=products + sent,
+        sent=sent,
     )

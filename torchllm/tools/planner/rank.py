@@ -60,6 +60,8 @@ class BlockMemory(NamedTuple):
     """parameters that FSDP gathers and reduces as a whole: the whole block, with ep all but its experts"""
     experts: ShardedParameters
     """parameters of a sparse block's experts, a separate unit with ep; else 0"""
+    rearranged: float = 0.0
+    """parameters of experts that are sharded by hidden states: gathered rank by rank, they are copied once more"""
 
     @property
     def whole(self) -> float:
@@ -256,4 +258,13 @@ def block_memory(case: Case, activations: BlockActivations, shards: int) -> Bloc
         experts_shard = expert_parameters(model, piece.tp) / shards
         experts = ShardedParameters(expert_parameters(model, piece.ep), experts_shard)
     unit = ShardedParameters(whole - experts.whole, shard - experts.shard)
-    return BlockMemory(activations, unit, experts)
+    return BlockMemory(activations, unit, experts, rearranged_parameters(model, piece, shards))
+
+
+def rearranged_parameters(view: Model, piece: Piece, shards: int) -> float:
+    """Return a block's parameters of experts that its ranks cannot share expert by expert (`placements_of_experts`)."""
+    experts = view.experts // piece.ep
+    ranks = shards if piece.ep == 1 else shards * piece.tp // piece.ep
+    if experts % ranks == 0 or view.hidden % ranks:
+        return 0.0
+    return expert_parameters(view, piece.tp if piece.ep == 1 else piece.ep)

@@ -148,11 +148,23 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     kept = 0  # blocks of the forward before that are still gathered; if sums of gradients exist, a backward is larger
     if rank.is_frozen and _has_two_in_flight(rank, stage):
         kept = min(stage.blocks - 1, int(rank.parallel.keep_last_block))
-    units = 1 + min(stage.blocks - kept, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
-    gathered = rank.per_use * (units + kept) * last_block.whole
+    gathered = rank.per_use * (_most_gathered(rank, stage, stage.blocks - kept) + kept * last_block.whole)
     if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
         gathered += rank.per_use * rank.table
-    yield Memory(gathered=gathered, temporary=previous)
+    yield Memory(gathered=gathered, temporary=previous, activations=-memory.ends, logits=-memory.logits)
+
+
+def _most_gathered(rank: Rank, stage: StageSize, end: int) -> float:
+    """Return the parameters gathered at most in a forward of the blocks before `end`, buffers included.
+
+    A block is copied out of its buffer, while those ahead of it are gathered into theirs.
+    """
+    most = 0.0
+    for position in range(end):
+        block = rank.block(stage, position)
+        ahead = rank.block_parameters(stage, position, min(end, position + 1 + rank.parallel.prefetch))
+        most = max(most, ahead.whole + block.whole + block.rearranged)
+    return most
 
 
 def _has_two_in_flight(rank: Rank, stage: StageSize) -> bool:
@@ -164,9 +176,9 @@ def _has_two_in_flight(rank: Rank, stage: StageSize) -> bool:
 
 def _weight_gradients(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     """Yield the moments when deferred gradients of weights are computed: of the blocks, then of the head."""
-    units = min(stage.blocks, 2)
     block = rank.last_block(stage).whole
-    gathered = rank.per_use * units * block
+    neighbors = [rank.block_parameters(stage, first, first + 2).whole for first in range(max(1, stage.blocks - 1))]
+    gathered = rank.per_use * max(neighbors)
     gradient = rank.software.temporary_gradients
     yield Memory(gathered=gathered, temporary=gradient * block)
     if memory.deferred_by_head:
@@ -277,6 +289,11 @@ def _block_backward(
     elif stage.last:  # without a separate head it is of the micro batch before
         previous = at_once * head or _previous_reduction(rank)
     freed = blocks.freed(stage, finished)
+    is_kept = rank.parallel.keep_last_block and not finished and not _has_two_in_flight(rank, stage)
+    if block.rearranged and not is_kept:
+        copies = rank.per_use * ((block.experts.whole or block.whole) + block.rearranged)  # the buffer, and one more
+        activations = deferred - memory.ends - freed
+        yield Memory(0.0, gradients, 0.0, gathered + copies, activations, -memory.logits)
     for phase in block.activations.phases:
         working = phase.working + recomputed
         shard = block.experts.shard if phase.reduces_experts else phase.reduced / rank.shards
