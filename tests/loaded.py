@@ -119,8 +119,8 @@ def loaded_by(
     done = subprocess.run(command, cwd=ROOT, env=clean(extra), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rank = "0" if command[0] == SCRIPT else ""
-    processes = [_ours(written.read_text().splitlines()) for written in lists.glob(f"{rank}.*")]
-    return max(processes, key=len)  # its loader's workers have loaded less
+    processes = [written.read_text().splitlines() for written in sorted(lists.glob(f"{rank}.*"))]
+    return _ours(max(processes, key=len))  # its loader's workers have loaded less; of ours perhaps as many files
 
 
 def _ours(files: Sequence[str]) -> set[str]:

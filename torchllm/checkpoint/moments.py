@@ -49,8 +49,8 @@ def parts_as_stored(parts: Mapping[str, Part], stored: Mapping[str, TensorEntry]
         (*_, offset), (*_, size) = part.region
         if offset % BLOCK or size % BLOCK:
             problem = (
-                f"{key} is in blocks of {BLOCK} elements, which this layout cuts: resume with "
-                'optimizer.state_dtype = "int8" on another layout, or with this one on another layout'
+                f"{key} is in blocks of {BLOCK} elements, which this layout cuts: resume on another layout, "
+                "as the one of the run that saved it"
             )
         shape, sharding = in_scales(part.region.size), part.sharding
         filled[key + SCALE] = Part(
