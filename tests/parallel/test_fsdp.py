@@ -11,6 +11,7 @@ from tests.parity import FEW, Settings, Trainer, build, check, tiny
 from tests.workers import run
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.experts import Experts
 from torchllm.optim.optimizer import apply_if_finite
 from torchllm.parallel.fsdp import effective_zero_stage, fsdp_modules
 
@@ -255,3 +256,19 @@ def test_a_step_of_two_ranks_is_that_of_one_process() -> None:
 def test_a_gather_too_many_is_never_used() -> None:
     """Recomputing a segment prefetches past its end; what it gathers in vain must not live on as stale weights."""
     check({**FEW, "parallel.dp_shard": 2, "recompute.mode": "segment", "parallel.prefetch": 3})
+
+
+def expert_buffers_kept(settings: Settings) -> list[bool]:
+    """Return, of each FSDP unit of experts, whether it keeps its all-gather buffer until the next one is copied out."""
+    (stage,) = build(tiny(settings))[1]
+    experts = [module for module in fsdp_modules(stage) if isinstance(module, Experts)]
+    return [not unit._get_fsdp_state()._fsdp_param_group.unshard_async_op for unit in experts]
+
+
+def test_experts_free_their_gather_buffer() -> None:
+    """Else the buffer of one block's experts stays through the backward of blocks that are recomputed.
+
+    Private: FSDP has no public name for it. The memory is compared in tests/tools/planner/test_memory_of_models.py.
+    """
+    settings = {**FEW, "model.experts": 4, "model.top_k": 2, "parallel.dp_shard": 4, "parallel.ep": 2}
+    assert run(expert_buffers_kept, 4, settings) == [[False] * tiny(settings).model.layers] * 4
