@@ -7,6 +7,7 @@
     python recipes/plan.py rank ... --tokens 1e12            days and GPU-hours of the whole training
     python recipes/plan.py rank ... --gpus '<=100'           the number up to 100 that trains fastest
     python recipes/plan.py rank ... --parallel.pp=1 --max parallel.tp=4      with a key set, and another bounded
+    python recipes/plan.py rank ... --dials                  with keys that free memory: dtypes, offloads, loss_chunk
     python recipes/plan.py rank ... --write-sweep FOLDER     the runs to measure: recipes/sweep FOLDER, then calibrate
     python recipes/plan.py explain my_run.toml               compare this layout with the one that rank takes
     python recipes/plan.py calibrate measured.csv -o my_cluster.toml     fit a cluster's constants to a sweep
@@ -36,6 +37,7 @@ from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick, within_risk
 from torchllm.tools.planner.search.compare import compare
+from torchllm.tools.planner.search.dials import DialedJob, dial_lines, turn_dials
 from torchllm.tools.planner.search.explain import (
     GIB,
     divides_nowhere,
@@ -155,6 +157,11 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
         help="criterion; memory: the least among layouts at most 5 %% slower than the fastest",
     )
     rank.add_argument("--tokens", type=positive, help="tokens of the whole training: adds days and GPU-hours")
+    rank.add_argument(
+        "--dials",
+        action="store_true",
+        help="search the dtypes of weights and moments, both offloads and chunks of the loss, too",
+    )
     rank.add_argument("--json", action="store_true", help="print JSON; sizes are in GiB, times in seconds")
     rank.add_argument("--write", metavar="TOML", help="write a config with the first pick")
     rank.add_argument("--write-sweep", metavar="FOLDER", help="write the runs to measure first, for recipes/sweep")
@@ -222,6 +229,13 @@ def run_rank(options: argparse.Namespace) -> None:
         job = replace(model.job(hardware, gpus), training=training, imbalance=options.imbalance or IMBALANCE)
         jobs.append(fastest_number(job) if options.gpus.is_limit else job)
     is_open = "loss_chunk" not in model.layer.table.get("training", {})
+    turned: list[DialedJob] = []
+    if options.dials:
+        if len(jobs) > 1 or options.objective == "memory":
+            raise UserError("--dials: needs one number of --gpus, and no --objective memory")
+        turned = turn_dials(jobs[0])
+        if turned:
+            jobs, is_open = [turned[-1].job], False
     results = [plan(job, options.objective, is_open) for job in jobs]
     if options.objective == "gpu_hours":
         results.sort(key=lambda result: result.gpu_seconds)
@@ -236,6 +250,8 @@ def run_rank(options: argparse.Namespace) -> None:
             firsts = [(result.job, result.first) for result in results]
             print_lines(*scaling(firsts, tokens), "")
         print_lines(*lines)
+        if turned:
+            print_lines(*dial_lines(turned), "")
         print_ranking(results[0], tokens)
     job, first = results[0].job, results[0].first
     if options.write:

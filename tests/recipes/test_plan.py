@@ -13,6 +13,8 @@ from recipes.plan import main
 from recipes.sweep.sweep import main as sweep
 from torchllm.config.errors import UserError
 from torchllm.tools.config.load import load_config
+from torchllm.tools.planner.predict import predict
+from torchllm.tools.planner.search.layouts import layout_of
 from torchllm.tools.planner.search.question import read_hardware, read_model
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,12 @@ FIXED = ["--recompute.mode=none", "--parallel.schedule=1F1B", "--parallel.cp=1"]
 """keys that make a search one of a second"""
 FEW = [*RANK, *FIXED]
 SMALL = ["rank", "--model=llama3_1b", "--cluster=dgx_h100", "--sequence-length=2048", "--global-batch-size=64"]
+
+
+@pytest.fixture(autouse=True)
+def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write files without a dry run, which takes some seconds: `test_written.py` has one."""
+    monkeypatch.setattr("torchllm.tools.planner.search.written.traced_peak", lambda file, gpus: None)
 
 
 def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +123,42 @@ def test_the_best_number_of_gpus_up_to_a_limit(capsys: pytest.CaptureFixture[str
     assert plan["gpus"] == 16
     main([*SMALL, *FIXED, "--gpus=20"])
     assert "\nFewer GPUs train faster: 16 make " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model=llama3_8b", "--gpus=4", "--sequence-length=8192", "--global-batch-size=64", "--dials"],
+        ["--model=llama3_8b", "--gpus=8", "--sequence-length=32768", "--global-batch-size=64"],
+        [
+            "--model=llama3_8b",
+            "--gpus=8",
+            "--sequence-length=8192",
+            "--global-batch-size=64",
+            "--optimizer.offload=true",
+        ],
+        ["--model=qwen3_30b_a3b", "--gpus=64", "--sequence-length=4096", "--global-batch-size=256"],
+    ],
+)
+def test_the_plan_of_a_written_run_is_the_printed_one(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that lacked a key which the plan has changed would train otherwise than planned."""
+    file = tmp_path / "mine.toml"
+    main(["rank", "--cluster=dgx_a100", *words, "--json", "--write", str(file), "--accept-risk"])
+    [plan] = json.loads(capsys.readouterr().out)
+    [first] = [pick for pick in plan["picks"] if "reason" in pick]
+    written = read_model(str(file))
+    job = written.job(read_hardware("dgx_a100"), plan["gpus"])
+    prediction = predict(job.case(layout_of(written.config)))
+    assert prediction.step == pytest.approx(first["step_seconds"], rel=1e-12)
+    assert prediction.memory.total / 2**30 == pytest.approx(first["memory_gib"], rel=1e-12)
+
+
+def test_dials_are_for_one_search() -> None:
+    for words in (["--gpus=8,16"], ["--gpus=8", "--objective=memory"]):
+        with pytest.raises(UserError, match=r"^--dials: needs one number of --gpus, and no --objective memory$"):
+            main([*SMALL, *words, "--dials"])
 
 
 def test_the_runs_to_measure_are_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

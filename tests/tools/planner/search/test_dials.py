@@ -1,6 +1,7 @@
 """The key that makes a job fit: it does so alone, no other is faster, and the message has it with its price."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -8,7 +9,8 @@ from tests.tools.planner.search.test_search import LARGE, SMALL, all_layouts, cl
 from torchllm.config import Config, Optimizer
 from torchllm.tools.planner.cluster import Host
 from torchllm.tools.planner.predict import predict
-from torchllm.tools.planner.search.dials import cheapest_dial, dials
+from torchllm.tools.planner.search.advice import within_risk
+from torchllm.tools.planner.search.dials import WORTH, cheapest_dial, combinations, dial_lines, dials, turn_dials
 from torchllm.tools.planner.search.explain import fits_nowhere
 from torchllm.tools.planner.search.layouts import Job
 from torchllm.tools.planner.search.search import search
@@ -66,6 +68,38 @@ def test_keys_that_a_job_cannot_have_are_not_tried() -> None:
     assert settings(in_8_bits) == everything - {"optimizer.state_dtype", "optimizer.offload"}
     taken = replace(in_8_bits, offloads_inputs=True, optimizer=Optimizer(offload=True))
     assert settings(taken) == {"training.weights_dtype", "training.loss_chunk"}
+
+
+def test_every_set_of_keys_is_tried_once() -> None:
+    sets = combinations(job_with(28e9))
+    assert len(sets) == 32
+    assert len({frozenset(settings) for settings in sets}) == 32
+    assert [len(settings) for settings in sets] == sorted(len(settings) for settings in sets)
+    for settings, job in sets.items():
+        keys = {setting.partition(" ")[0] for setting in settings}
+        assert (job.training.weights_dtype == "bfloat16") == ("training.weights_dtype" in keys)
+        assert (job.optimizer.state_dtype == "bfloat16") == ("optimizer.state_dtype" in keys)
+        assert job.optimizer.offload == ("optimizer.offload" in keys)
+        assert job.offloads_inputs == ("recompute.offload" in keys)
+        assert (job.training.loss_chunk > 0) == ("training.loss_chunk" in keys)
+
+
+@pytest.mark.parametrize("memory", [28e9, 40e9])
+def test_each_line_is_faster_and_the_last_is_the_fastest(memory: float) -> None:
+    job = job_with(memory)
+    turned = turn_dials(job)
+    fastest = {}
+    for settings, dialed in combinations(job).items():
+        if best := search(within_risk(dialed), 1).best:
+            fastest[settings] = best[0].prediction.step
+    steps = [dialed.best.prediction.step for dialed in turned]
+    assert len(steps) > 1
+    assert all(later <= (1 - WORTH) * step for step, later in pairwise(steps))
+    assert [fastest[dialed.settings] for dialed in turned] == steps
+    assert steps[-1] <= min(fastest.values()) / (1 - WORTH)
+    lines = list(dial_lines(turned))
+    assert len(lines) == len(turned) + 3
+    assert f"{' and '.join(turned[-1].settings)}: {turned[-1].best.layout.text()}" in lines[-2]
 
 
 @pytest.mark.parametrize("memory", [6e9, 8e9, 80e9])

@@ -1,15 +1,19 @@
-"""Find the key that makes a job fit at the least price in time: dtypes, offload, chunks of the loss. No torch."""
+"""Find the keys that make a job fit or faster, at a price: dtypes, offload, chunks of the loss. No torch."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from torchllm.tools.planner.predict import predict
+from torchllm.tools.planner.search.advice import within_risk
 from torchllm.tools.planner.search.layouts import Job
-from torchllm.tools.planner.search.search import search
+from torchllm.tools.planner.search.search import Ranked, Search, search
 
 CHUNK = 1024
 """tokens of training.loss_chunk"""
+WORTH = 0.01
+"""share of a step that more keys must save"""
 
 
 class Dial(NamedTuple):
@@ -59,3 +63,55 @@ def cheapest_dial(job: Job) -> PricedDial | None:
             without = predict(job.case(layout)).step
             priced.append(PricedDial(dial.setting, prediction.step, prediction.step / without))
     return min(priced, key=lambda dial: dial.step, default=None)
+
+
+class DialedJob(NamedTuple):
+    """A job with some dials, and its fastest layout within the limit of risk."""
+
+    settings: tuple[str, ...]
+    """of the dials, as in a file"""
+    job: Job
+    best: Ranked
+
+
+def combinations(job: Job) -> dict[tuple[str, ...], Job]:
+    """Return the job with every set of dials, the smallest set first: at most 32, for five dials.
+
+    The keys are the dials' settings, sorted; the first is empty.
+    """
+    found: dict[tuple[str, ...], Job] = {(): job}
+    newest = found
+    while newest:
+        larger = {}
+        for settings, dialed in newest.items():
+            for dial in dials(dialed):
+                larger[tuple(sorted((*settings, dial.setting)))] = dial.job
+        found |= larger
+        newest = larger
+    return found
+
+
+def turn_dials(job: Job) -> list[DialedJob]:
+    """Return the job with no dial, then with more and more, each at least `WORTH` faster than all before it.
+
+    Empty if no layout fits, whatever the dials.
+    """
+    turned: list[DialedJob] = []
+    enough = math.inf
+    for settings, dialed in combinations(job).items():
+        found = Search(within_risk(dialed), count=1, below=enough).find_best().best
+        if found:
+            turned.append(DialedJob(settings, dialed, found[0]))
+            enough = (1 - WORTH) * found[0].prediction.step
+    return turned
+
+
+def dial_lines(turned: list[DialedJob]) -> Iterator[str]:
+    """Yield a heading, then a line for each job that was found: step, memory, keys and layout."""
+    yield f"Keys that free memory: each line is at least {WORTH:.0%} faster than those above it; the last is taken."
+    yield "      step s    GiB  keys (--dials)"
+    for dialed in turned:
+        layout, prediction = dialed.best
+        keys = " and ".join(dialed.settings) or "none"
+        yield f"    {prediction.step:8.4g} {prediction.memory.total / 2**30:6.1f}  {keys}: {layout.text()}"
+    yield "The time of random rounding is not counted, nor whether the host has room; docs/concepts.md has the losses."

@@ -234,16 +234,11 @@ class Job:
 
     def config(self, base: C, layout: Layout) -> C:
         """Return a run's config with this layout; other keys are taken from `base`."""
-        training = replace(
-            base.training,
-            micro_batch_size=layout.micro_batch_size,
-            global_batch_size=self.training.global_batch_size,
-            sequence_length=self.training.sequence_length,
-        )
         return replace(
             base,
             model=self.model,
-            training=training,
+            training=self._training_of(layout.micro_batch_size),
+            optimizer=self.optimizer,
             parallel=self.parallel(layout, base.parallel),
             recompute=self.recompute(layout),
             compile=self.compile_of(layout),

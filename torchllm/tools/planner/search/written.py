@@ -1,6 +1,10 @@
 """Write a plan as files: the first pick as a run, and the runs to measure as a sweep. No torch."""
 
+import json
+import os
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -12,12 +16,14 @@ from torchllm.tools.config.idle import idle_keys
 from torchllm.tools.config.named_base import name_base
 from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import read_files
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.explain import GIB, layout_figures
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.question import PlannedModel
 from torchllm.tools.planner.search.search import Ranked
 from torchllm.tools.planner.validity import is_measured
-from torchllm.tools.resources import find_config
+from torchllm.tools.resources import find_config, resource
 
 DEFAULT_DATA = [
     "",
@@ -29,6 +35,13 @@ DEFAULT_DATA = [
     'kind = "stdlib"',
 ]
 """section of a written run whose model's file names no data"""
+DIALS = (
+    ("training", "loss_chunk"),
+    ("training", "weights_dtype"),
+    ("optimizer", "state_dtype"),
+    ("optimizer", "offload"),
+)
+"""keys that a plan may change; recompute.offload is written with its mode"""
 COMPILED_PARTS = ("norm", "block", "loss")
 SWEEP_STEPS = 12
 """steps of each run of a written sweep"""
@@ -43,24 +56,33 @@ def write_run(target: Path, model: PlannedModel, cluster: str, job: Job, ranked:
     if tokens:
         tokens_per_step = job.training.global_batch_size * job.training.sequence_length
         tables["training"]["steps"] = max(1, round(tokens / tokens_per_step))
-    lines = [*header(target, job, ranked), f"base = {toml_value(name_base(model.file, str(target.parent)))}"]
+    lines = [f"base = {toml_value(name_base(model.file, str(target.parent)))}"]
     for name, values in tables.items():
         lines += ["", f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
     if "data" not in model.layer.table:
         lines += DEFAULT_DATA
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    notes = []
     written = read_table(Config, read_files(str(target), []).table, [])
-    for problem in conflicts(written, job.gpus):
-        notes.append(f"--check refuses {problem.key}: {problem.message}")
-    if notes:
-        lines = [f"# {note}" for note in notes] + lines
-        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    notes = [f"--check refuses {problem.key}: {problem.message}" for problem in conflicts(written, job.gpus)]
+    traced = None if notes else traced_peak(target, job.gpus)
+    lines = [*(f"# {note}" for note in notes), *header(target, job, ranked, traced), *lines]
+    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if "data" not in model.layer.table:
         notes.append(
             "[data] is Python's standard library as bytes, to try the layout. Put your corpus and tokenizer there."
         )
     print(f"wrote {target}", *(f"{target}: {note}" for note in notes), sep="\n", file=sys.stderr)
+
+
+def traced_peak(file: Path, gpus: int) -> int | None:
+    """Return the bytes of the tensors on the fullest rank by a dry run of a config; None if it ends with an error."""
+    print(f"dry run of {file}: its memory, traced", file=sys.stderr)
+    recipe = os.environ.get("RECIPE") or str(resource("recipes/pretrain.py"))
+    words = [str(file), "--run.dry_run=true", "--run.json=true", f"--gpus={gpus}"]
+    run = subprocess.run([sys.executable, recipe, *words], stdout=subprocess.PIPE, text=True, check=False)
+    if run.returncode:
+        return None
+    return max(kind["peak"] for kind in json.loads(run.stdout)["kinds"])
 
 
 def sections(model: PlannedModel, job: Job, layout: Layout) -> Tables:
@@ -74,39 +96,52 @@ def sections(model: PlannedModel, job: Job, layout: Layout) -> Tables:
             value = value[part]
         tables.setdefault(".".join(path), {})[name] = value
     parallel = [key for key in layout._fields if key not in ("micro_batch_size", "recompute")]
-    sizes = ["micro_batch_size", "global_batch_size", "sequence_length"]
-    if run.training.loss_chunk:
-        sizes.append("loss_chunk")
     written = {
-        "training": (run.training, sizes),
+        "training": (run.training, ["micro_batch_size", "global_batch_size", "sequence_length"]),
         "parallel": (run.parallel, [*parallel, "scatter_gather"]),
         "recompute": (run.recompute, ["mode", "offload"] if job.offloads_inputs else ["mode"]),
         "compile": (run.compile, COMPILED_PARTS),
     }
     for section, (config, keys) in written.items():
         tables.setdefault(section, {}).update({key: getattr(config, key) for key in keys})
+    for section, name in DIALS:
+        value = getattr(getattr(run, section), name)
+        if value != getattr(getattr(model.config, section), name):
+            tables.setdefault(section, {})[name] = value
     return tables
 
 
-def header(target: Path, job: Job, ranked: Ranked) -> list[str]:
-    """Return the comment on top of a written config: the layout, the launch command and the prediction."""
+def header(target: Path, job: Job, ranked: Ranked, traced: int | None) -> list[str]:
+    """Return the comment on top of a written config: the layout, the launch command and the prediction.
+
+    traced: bytes of tensors by a dry run, None: there was none.
+    """
     config, folder = quote(str(target)), quote(f"/shared/{target.stem}")
     launch = f"NPROC={job.gpus} ./run_train.sh {config}"
     if nodes_of(job) > 1:
         launch = f"srun --nodes={nodes_of(job)} ./run_train.sh {config} --run.folder={folder}"
     figures = layout_figures(job, ranked)
+    counted = f"by a dry run {traced / GIB:.1f}" if traced else "not counted by a dry run, which ended with an error"
     lines = [
         f"# {ranked.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
         "#",
         f"#   {launch}",
         "#",
         f"# Predicted: {figures['step_seconds']:.4g} s per step, {figures['tokens_per_second']:,.0f} tokens/s, "
-        f"MFU {figures['mfu']:.1%}, {figures['memory_gib']:.1f} GiB per GPU;",
-        f"# {ranked.prediction.memory.live / GIB:.1f} of them are tensors, which a dry run counts.",
+        f"MFU {figures['mfu']:.1%}, {figures['memory_gib']:.1f} GiB per GPU,",
+        f"# of which {ranked.prediction.memory.live / GIB:.1f} are tensors: "
+        f"{predict(as_traced(job.case(ranked.layout))).memory.live / GIB:.1f} without compilation, {counted}.",
     ]
     if not is_measured(job.case(ranked.layout)):
         lines.append("# not measured on this GPU")
     return lines
+
+
+def as_traced(case: Case) -> Case:
+    """Return a case with the kernels that a dry run counts: no compiled block, and no compiled loss under tp."""
+    kernels = case.kernels
+    has_loss = kernels.compiled_loss and case.parallel.tp == 1
+    return replace(case, kernels=kernels._replace(compiled=False, compiled_loss=has_loss))
 
 
 def write_sweep(folder: Path, model: PlannedModel, cluster: str, job: Job, first: Ranked, runs: list[Ranked]) -> None:
