@@ -12,6 +12,7 @@ from tests.config.conftest import config_of, refusal
 from torchllm.config import AppliedBy, Config, Kinds, Model, Needs, OfKinds, Parallel, Source, Training, write_config
 from torchllm.config.applied_keys import unapplied
 from torchllm.config.paths import absolute_paths
+from torchllm.config.schema import MixtureStage
 from torchllm.config.toml import field_types, notes_on
 from torchllm.config.write import dump_toml
 from torchllm.tools.config.draft import read_draft
@@ -113,6 +114,7 @@ CONTRADICTED: dict[
     "optimizer.head_decay": (0.0, {"model.tied_embeddings": True}, {}),
     "optimizer.vector_rate": (0.5, {"model.frozen": ".*norm.*"}, {}),
     "optimizer.vector_decay": (1.0, {"optimizer.weight_decay": 0.0}, {}),
+    "schedule.by_tokens": (True, {}, {"data.stage": (MixtureStage(until=5), MixtureStage(sequence_length=64))}),
     "schedule.decay_steps": (10, {"schedule.name": "linear"}, {"schedule.name": "wsd"}),
     "schedule.decay": ("1-sqrt", {"schedule.name": "linear"}, {"schedule.name": "wsd"}),
     "schedule.final_fraction": (0.0, {"schedule.name": "constant"}, {}),

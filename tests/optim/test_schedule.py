@@ -8,7 +8,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from torchllm.config import Config, Optimizer, Schedule, Training
+from torchllm.config import Config, Data, Optimizer, Schedule, Training
+from torchllm.config.schema import MixtureStage
 from torchllm.optim.schedule import LearningRate
 
 pytestmark = pytest.mark.quick
@@ -83,6 +84,29 @@ def test_wsd_of_short_decays(steps: int, warmup: int, last_rates: list[float]) -
     rate = LearningRate(Schedule(name="wsd", warmup_steps=warmup, final_fraction=0.0), PEAK, steps)
     last = range(steps - len(last_rates) + 1, steps + 1)
     assert [rate(step) / PEAK for step in last] == pytest.approx(last_rates)
+
+
+def test_by_tokens_a_step_counts_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 1 to 40 have 4 x 16 tokens, 41 to 100 have 8 x 32: of 17,920 tokens, 179.2 to an average step."""
+    stages = (MixtureStage(until=40), MixtureStage(global_batch_size=8, sequence_length=32))
+    training = Training(steps=STEPS, global_batch_size=4, sequence_length=16)
+    config = Config(training=training, data=Data(stage=stages))
+    monkeypatch.setattr("torchllm.optim.schedule.config_in_use", lambda: config)
+    rate = LearningRate(Schedule(name="linear", warmup_steps=WARMUP, by_tokens=True), PEAK, STEPS)
+    tokens = [64 * min(step, 40) + 256 * max(0, step - 40) for step in range(1, STEPS + 1)]
+    by_steps = LearningRate(Schedule(name="linear", warmup_steps=WARMUP), PEAK, STEPS)
+    assert rate(1) == nearly(PEAK / WARMUP * 64 / 179.2)
+    assert rate(28) == nearly(PEAK)  # 1,792 tokens are ten average steps
+    assert rate(STEPS) == by_steps(STEPS)
+    decayed = [(token - 1792) / (tokens[-1] - 1792) for token in tokens[28:]]
+    assert [rate(step) for step in range(29, STEPS + 1)] == [nearly(PEAK * (1 - 0.9 * share)) for share in decayed]
+
+
+def test_by_tokens_steps_of_one_size_have_the_rates_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(training=Training(steps=STEPS, global_batch_size=3, sequence_length=7))
+    monkeypatch.setattr("torchllm.optim.schedule.config_in_use", lambda: config)
+    for name in NAMES:
+        assert rates(name=name, by_tokens=True) == rates(name=name)
 
 
 def test_edges_of_the_warmup() -> None:

@@ -818,6 +818,8 @@ class Schedule:
     """wsd: shape of the final decay; 1-sqrt falls steeply first: 1 - the square root of the share that is done"""
     final_fraction: Annotated[Fraction, Needs("a schedule.name that is not constant")] = 0.1
     """rate at the last step, as a fraction of the peak"""
+    by_tokens: Annotated[bool, Needs("stages of other sizes (data.stage)")] = False
+    """the rate follows the tokens before a step, not its number: warmup_steps is the tokens of as many average steps"""
 
 
 PipelineSchedule = Literal[

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchllm.config import Schedule
-from torchllm.config.applied_keys import applied
+from torchllm.config.applied_keys import applied, config_in_use
+from torchllm.config.stages import span_of, spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +18,7 @@ class LearningRate:
     Step `warmup_steps` has the peak rate; the last step has `final_fraction` of it ("constant": the peak).
     "wsd" (warm-up, stable, decay) stays at the peak until the last `decay_steps` steps, by default a tenth of the run.
     There it falls linearly, or as 1 - sqrt(share of the decay that is done) (Hägele et al. 2024, arXiv 2405.18392).
+    With `schedule.by_tokens` a step counts for as many average steps as it has tokens, by the stages of the config.
     """
 
     def __init__(self, schedule: Schedule, peak: float, steps: int) -> None:
@@ -53,13 +55,22 @@ class LearningRate:
 
 def _rate(schedule: Schedule, peak: float, steps: int, step: int) -> float:
     """Return the rate of a step, counted from 1, of a run of `steps` steps."""
-    if step <= schedule.warmup_steps:
-        return peak * step / schedule.warmup_steps
+    position: float = step
+    if schedule.by_tokens:
+        position = steps * _tokens_after(step) / _tokens_after(steps)
+    if position <= schedule.warmup_steps:
+        return peak * position / schedule.warmup_steps
     final = schedule.final_fraction
-    return peak * (final + (1.0 - final) * _decay(schedule, steps, step))
+    return peak * (final + (1.0 - final) * _decay(schedule, steps, position))
 
 
-def _decay(schedule: Schedule, steps: int, step: int) -> float:
+def _tokens_after(step: int) -> int:
+    """Return the tokens of the steps 1 to `step` of the run."""
+    config = config_in_use()
+    return span_of(spans_of(config.data, config.training), step).after(step).tokens
+
+
+def _decay(schedule: Schedule, steps: int, step: float) -> float:
     """Return the decay factor between peak and final rate: 1 at first, 0 at the last step."""
     start = schedule.warmup_steps
     if schedule.name == "wsd":

@@ -241,6 +241,7 @@ IN_OTHER_WORDS: dict[str, IsMet] = {
     f"{OWN_HEAD}, {DECAY}, and a head {FREE}": _trains("head", decays=True),
     f"vectors {FREE}": _trains("vector"),
     f"{DECAY}, and vectors {FREE}": _trains("vector", "position", decays=True),
+    "stages of other sizes (data.stage)": lambda config: config.data.changes_size,
     "a schedule.name that is not constant": lambda config: config.schedule.name != "constant",
     GATHERED.words: _sends_whole_hidden_states,
     "parallel.dp_shard x cp over 1": _chooses_zero_stage,
