@@ -185,6 +185,11 @@ LOGITS = {
 }
 
 
+def keep(kept: list[Tensor], saved: Tensor) -> Tensor:
+    kept.append(saved)
+    return saved
+
+
 def check_losses(vocab: int, dtype: torch.dtype, size: float, padding: int, with_squares: bool) -> None:
     """Compare the losses of labels all over the vocabulary, some of them missing, and of no labels with plain ones."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -204,7 +209,11 @@ def check_losses(vocab: int, dtype: torch.dtype, size: float, padding: int, with
         cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
         first = min(columns, math.ceil(columns / mesh.size()) * mesh.get_local_rank())
         tokens_alone = vocab if padding else None
-        sums = vocab_parallel_cross_entropy_sum(cut, targets, first, mesh.get_group(), with_squares, tokens_alone)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(keep, kept), lambda saved: saved):
+            sums = vocab_parallel_cross_entropy_sum(cut, targets, first, mesh.get_group(), with_squares, tokens_alone)
+        matrices = [saved.dtype for saved in kept if saved.dim() == 2 and saved.is_floating_point()]
+        assert matrices == [dtype]  # the logits, and no softmax in float32
         sums.backward(weights if with_squares else torch.tensor(3.0))
         assert sums.dtype == torch.float32
         assert cut.grad.dtype == dtype

@@ -363,54 +363,56 @@ def vocab_parallel_cross_entropy_sum(
     with_squares: return both sums of `models.head.cross_entropy_and_squares`, (2), instead. vocab: number of tokens;
     later columns, which may be on several ranks, are ignored; None: V.
     """
-    local_logits = widened(logits.to_local() if isinstance(logits, DTensor) else logits)
+    local_logits = logits.to_local() if isinstance(logits, DTensor) else logits
     if vocab is not None and first + local_logits.shape[-1] > vocab:
         token = torch.arange(local_logits.shape[-1], device=local_logits.device) + first
         local_logits = local_logits.masked_fill(token >= vocab, -torch.inf)
-    return _VocabParallelCrossEntropy.apply(local_logits, labels, first, group, with_squares)
+    return CutCrossEntropy.apply(local_logits, labels, first, group, with_squares)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class CutCrossEntropy(torch.autograd.Function):
     """log-sum-exp over all ranks minus the target's logit. Its gradient, softmax - one-hot, sends nothing more.
 
     Nor does the squared log-sum-exp of a z-loss.
 
-    Sent per token: its largest logit, the sum of its exponentials and its target's logit.
+    Sent per token: its largest logit, the sum of its exponentials and its target's logit. Kept: the logits in their own
+    dtype; the backward takes their exponentials again, as a softmax in float32 is twice as large.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup, with_squares: bool
     ) -> Tensor:
-        largest = logits.amax(-1)  # over all ranks, so that their exponentials add up and none overflows
+        largest = widened(logits.amax(-1))  # over all ranks, so that their exponentials add up and none overflows
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        shifted = logits - largest.unsqueeze(-1)
         column = labels - first
         is_local = (column >= 0) & (column < logits.shape[-1])
-        column = column.where(is_local, 0).unsqueeze(-1)
-        target = shifted.gather(-1, column).squeeze(-1).where(is_local, 0.0)
-        exponentials = shifted.exp_()  # in place, now that the target is read: a second (N, V / tp) would be the peak
-        total, target = sums = torch.stack((exponentials.sum(-1), target))
+        target = logits.gather(-1, column.where(is_local, 0).unsqueeze(-1)).squeeze(-1)
+        target = (target - largest).where(is_local, 0.0)
+        total = (logits - largest.unsqueeze(-1)).exp_().sum(-1)  # in float32, without such a copy of the logits
+        total, target = sums = torch.stack((total, target))
         dist.all_reduce(sums, group=group)
         valid = labels != IGNORED
-        softmax = exponentials.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(logits, largest, total, column, valid)
+        ctx.with_squares = with_squares
         loss = (total.log() - target).where(valid, 0.0).sum()
         if not with_squares:
-            ctx.save_for_backward(softmax, column, is_local, valid)
             return loss
         log_sum_exp = (total.log() + largest).where(valid, 0.0)
-        ctx.save_for_backward(softmax, column, is_local, valid, log_sum_exp)
         return torch.stack((loss, log_sum_exp.square().sum()))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, column, is_local, valid, *log_sum_exp = ctx.saved_tensors
-        minus_one = -is_local.to(softmax.dtype).unsqueeze(-1)  # 0 where another rank holds the target's column
-        if not log_sum_exp:
-            softmax_minus_one_hot = softmax.scatter_add(-1, column, minus_one)
+        logits, largest, total, column, valid = ctx.saved_tensors
+        softmax = (logits - largest.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
+        # Compared, not scattered: a compiled kernel then holds no softmax.
+        columns, column = torch.arange(logits.shape[-1], device=logits.device), column.unsqueeze(-1)
+        if not ctx.with_squares:
             d_loss = (valid * gradient).unsqueeze(-1)
-            return softmax_minus_one_hot * d_loss, None, None, None, None
+            d_logits = softmax.add_(columns == column, alpha=-1).mul_(d_loss)
+            return d_logits.to(logits.dtype), None, None, None, None
+        log_sum_exp = (total.log() + largest).where(valid, 0.0)
         d_loss = (valid * gradient[0]).unsqueeze(-1)
-        d_log_sum_exp = (2.0 * log_sum_exp[0] * gradient[1]).unsqueeze(-1)  # its own gradient is the softmax
-        d_logits = softmax * (d_loss + d_log_sum_exp)
-        return d_logits.scatter_add_(-1, column, minus_one * d_loss), None, None, None, None
+        d_log_sum_exp = (2.0 * log_sum_exp * gradient[1]).unsqueeze(-1)  # its own gradient is the softmax
+        d_logits = softmax.mul_(d_loss + d_log_sum_exp).sub_((columns == column) * d_loss)
+        return d_logits.to(logits.dtype), None, None, None, None

@@ -217,6 +217,7 @@ def test_memory_of_weights_in_bfloat16_agrees_with_the_dry_run(
 WITH_COMPILED_LOSS = {
     "whole logits": partial(layout, "llama3_8b", 2, dp_shard=8, micro=2),
     "gradient of the head's weight": partial(layout, "llama3_8b", 2, dp_shard=8, mode="full"),
+    "logits that tp cuts": partial(layout, "llama3_8b", 2, dp_shard=4, tp=2, **SP),
     "last of a pipeline": partial(layout, "llama3_8b", 2, pp=2, dp_shard=4, count=4),
 }
 

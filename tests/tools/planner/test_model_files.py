@@ -121,7 +121,7 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
         blocks=(block,),
         zero=0,
         micro_batches=1,
-        logit_bytes=LogitBytes.of(model, kernels_of(model), TORCHLLM),
+        logit_bytes=LogitBytes.of(model, kernels_of(model), TORCHLLM, tp=1),
         stages=(stage,),
         of_size={stage: nothing},
         table=0.0,

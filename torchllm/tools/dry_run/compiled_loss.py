@@ -1,18 +1,22 @@
 """The loss in the dry run of a GPU that compiles it: the tensors of its kernels, which convert logits as they read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from torchllm.models.decoder import Decoder
+from torchllm.parallel import tensor
 
 
 def use_compiled_loss(model: Decoder) -> None:
     """Make the head of a model hold the tensors of a compiled loss, in place; its results have no values.
 
-    Only of a head that is whole on each rank: `parallel/tensor.py` exchanges the loss of one that is cut.
+    Tensor parallelism replaces it by the loss of a head that is cut: see `compiled_cut_loss`.
     """
     head = model.lm_head
     if head is None:
@@ -41,3 +45,33 @@ class _CompiledLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         logits, _ = ctx.saved_tensors
         return torch.empty_like(logits), None
+
+
+@contextmanager
+def compiled_cut_loss() -> Iterator[None]:
+    """Have a head that is cut by vocabulary hold the tensors of a compiled loss, within a `with` block."""
+    of_single_operations = tensor.CutCrossEntropy
+    tensor.CutCrossEntropy = _CompiledCutLoss  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        tensor.CutCrossEntropy = of_single_operations  # type: ignore[misc]
+
+
+class _CompiledCutLoss(torch.autograd.Function):
+    """Sends what `CutCrossEntropy` sends, and keeps what `_CompiledLoss` keeps."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup, with_squares: bool
+    ) -> Tensor:
+        largest, sums = (logits.new_empty((*shape, len(logits)), dtype=torch.float32) for shape in ((), (2,)))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(logits, largest, sums)
+        return logits.new_empty((2,) if with_squares else (), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, *_ = ctx.saved_tensors
+        return torch.empty_like(logits), None, None, None, None

@@ -17,7 +17,6 @@ from torchllm.facts.stages import balanced_split, stage_of_rank
 from torchllm.parallel.mesh import AXES
 from torchllm.tools.dry_run.memory import PURPOSES, Bytes
 from torchllm.tools.dry_run.replay import SentTotals
-from torchllm.tools.dry_run.trace import counts_compiled_loss
 from torchllm.tools.mesh_axes import MeshAxis
 from torchllm.tools.planner.cluster import Hardware, Link, slow_tensor_parallel
 
@@ -243,7 +242,7 @@ def assumptions(report: Report) -> Iterator[str]:
         yield "kernels as on a CPU: a GPU's fused norms hold less"
     if untraceable := sorted({"flash", "flex"} & config.model.attention_kernels):
         yield f"attention sdpa in place of {' and '.join(untraceable)}, which keeps the same tensors for the backward"
-    has_loss = report.gpu and counts_compiled_loss(config)
+    has_loss = report.gpu and config.compile.loss is True
     if config.compile.block is True or (config.compile.loss is True and not has_loss):
         yield f"{'the loss as compiled, the rest not' if has_loss else 'nothing compiled'}: compiled blocks keep less"
     if config.compile.graphs:

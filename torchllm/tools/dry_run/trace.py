@@ -42,7 +42,7 @@ from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.parallel.pipeline import Pipeline
 from torchllm.runtime.torch_compat import FakeTensorMode
-from torchllm.tools.dry_run.compiled_loss import use_compiled_loss
+from torchllm.tools.dry_run.compiled_loss import compiled_cut_loss, use_compiled_loss
 from torchllm.tools.dry_run.fused_norm import use_fused_norms
 from torchllm.tools.dry_run.gpu_attention import gpu_attention
 from torchllm.tools.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
@@ -105,11 +105,6 @@ def traceable(config: Config) -> Config:
     return replace(config, compile=Compile(norm=False, block=False, loss=False))
 
 
-def counts_compiled_loss(config: Config) -> bool:
-    """Return whether the trace of a GPU counts the loss as compiled: of a head that is whole on each rank."""
-    return config.compile.loss is True and config.parallel.tp == 1
-
-
 @contextmanager
 def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
     """Provide, within a `with` block, a process group of any size that sends nothing."""
@@ -140,11 +135,13 @@ def trace(
     config's. traced_rank: the pipeline rank that is traced. gpu: count the tensors of a GPU's kernels, where a CPU's
     hold more. all_blocks: run every block, where few would do.
     """
-    compiled_loss = gpu and counts_compiled_loss(config)
+    compiled_loss = gpu and config.compile.loss is True
     config, parallel = traceable(config), config.parallel
     ranks = parallel.ranks
     busiest = parallel.tp if parallel.cp > 2 else 0
-    with fake_ranks(pp_rank * (ranks // parallel.pp) + busiest, ranks), gpu_attention() if gpu else nullcontext():
+    cut_loss = compiled_cut_loss() if compiled_loss else nullcontext()
+    attention = gpu_attention() if gpu else nullcontext()
+    with fake_ranks(pp_rank * (ranks // parallel.pp) + busiest, ranks), attention, cut_loss:
         mesh = build_mesh(parallel, CPU)
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         repeats = None if all_blocks else find_repeats(config, pp_rank)

@@ -36,12 +36,14 @@ class LogitBytes(NamedTuple):
     """at the peak of its backward"""
 
     @classmethod
-    def of(cls, model: Model, kernels: Kernels, software: Software) -> "LogitBytes":
+    def of(cls, model: Model, kernels: Kernels, software: Software, tp: int) -> "LogitBytes":
         """Return the bytes of a compiled loss, which converts logits as it reads them, or of the framework's own.
 
         A soft cap keeps its tanh besides.
         """
         own = cls(software.kept_logits, software.logits_forward, software.logits_backward)
+        if software.takes_softmax_again and tp > 1:
+            own = CUT_LOSS
         loss = COMPILED_LOSS if kernels.compiled_loss else own
         capped = 2.0 if model.logit_softcap else 0.0
         return cls(*(bytes + capped for bytes in loss))
@@ -49,6 +51,8 @@ class LogitBytes(NamedTuple):
 
 COMPILED_LOSS = LogitBytes(kept=2.0, forward=2.0, backward=4.0)
 """logits in 16 bits, then also their gradient"""
+CUT_LOSS = LogitBytes(kept=2.0, forward=6.0, backward=8.0)
+"""logits in 16 bits; also exponentials in float32; also the gradient in 16 bits: `parallel.tensor.CutCrossEntropy`"""
 
 
 class BlockMemory(NamedTuple):
@@ -240,7 +244,7 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
         tuple(blocks),
         zero=parallel.zero if shards > 1 else min(parallel.zero, 1),
         micro_batches=case.micro_batches,
-        logit_bytes=LogitBytes.of(case.model, case.kernels, software),
+        logit_bytes=LogitBytes.of(case.model, case.kernels, software, piece.tp),
         stages=tuple(stages),
         of_size=of_size,
         table=model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1),

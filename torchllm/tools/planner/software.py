@@ -82,6 +82,8 @@ class Software:
     """bytes per logit at the peak of that forward: 16 bits, float32, and shifted or normalized copies"""
     logits_backward: float = 12.0
     """bytes per logit at the peak of that backward"""
+    takes_softmax_again: bool = False
+    """True: a loss whose logits tp cuts keeps them in 16 bits"""
     loss_forward: float = 14.0
     """bytes per logit that the forward of the loss moves: to float32 (6), its log-softmax (8)"""
     loss_backward: float = 14.0
@@ -163,5 +165,5 @@ class Software:
         return self.reduced or self.gradients
 
 
-TORCHLLM = Software(overlaps_reduction=True, saves_collectives=True)
+TORCHLLM = Software(overlaps_reduction=True, saves_collectives=True, takes_softmax_again=True)
 """this repository"""

@@ -10,7 +10,7 @@ from torchllm.config import Config, Optimizer
 from torchllm.tools.planner.cluster import Host
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.advice import within_risk
-from torchllm.tools.planner.search.dials import WORTH, cheapest_dial, combinations, dial_lines, dials, turn_dials
+from torchllm.tools.planner.search.dials import WORTH, cheapest_dial, dial_lines, dial_sets, dials, turn_dials
 from torchllm.tools.planner.search.explain import fits_nowhere
 from torchllm.tools.planner.search.layouts import Job
 from torchllm.tools.planner.search.search import search
@@ -71,7 +71,7 @@ def test_keys_that_a_job_cannot_have_are_not_tried() -> None:
 
 
 def test_every_set_of_keys_is_tried_once() -> None:
-    sets = combinations(job_with(28e9))
+    sets = dial_sets(job_with(28e9))
     assert len(sets) == 32
     assert len({frozenset(settings) for settings in sets}) == 32
     assert [len(settings) for settings in sets] == sorted(len(settings) for settings in sets)
@@ -89,7 +89,7 @@ def test_each_line_is_faster_and_the_last_is_the_fastest(memory: float) -> None:
     job = job_with(memory)
     turned = turn_dials(job)
     fastest = {}
-    for settings, dialed in combinations(job).items():
+    for settings, dialed in dial_sets(job).items():
         if best := search(within_risk(dialed), 1).best:
             fastest[settings] = best[0].prediction.step
     steps = [dialed.best.prediction.step for dialed in turned]

@@ -74,7 +74,7 @@ class DialedJob(NamedTuple):
     best: Ranked
 
 
-def combinations(job: Job) -> dict[tuple[str, ...], Job]:
+def dial_sets(job: Job) -> dict[tuple[str, ...], Job]:
     """Return the job with every set of dials, the smallest set first: at most 32, for five dials.
 
     The keys are the dials' settings, sorted; the first is empty.
@@ -98,7 +98,7 @@ def turn_dials(job: Job) -> list[DialedJob]:
     """
     turned: list[DialedJob] = []
     enough = math.inf
-    for settings, dialed in combinations(job).items():
+    for settings, dialed in dial_sets(job).items():
         found = Search(within_risk(dialed), count=1, below=enough).find_best().best
         if found:
             turned.append(DialedJob(settings, dialed, found[0]))

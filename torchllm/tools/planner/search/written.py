@@ -130,7 +130,7 @@ def header(target: Path, job: Job, ranked: Ranked, traced: int | None) -> list[s
         f"# Predicted: {figures['step_seconds']:.4g} s per step, {figures['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {figures['mfu']:.1%}, {figures['memory_gib']:.1f} GiB per GPU,",
         f"# of which {ranked.prediction.memory.live / GIB:.1f} are tensors: "
-        f"{predict(as_traced(job.case(ranked.layout))).memory.live / GIB:.1f} without compilation, {counted}.",
+        f"{predict(as_traced(job.case(ranked.layout))).memory.live / GIB:.1f} with uncompiled blocks, {counted}.",
     ]
     if not is_measured(job.case(ranked.layout)):
         lines.append("# not measured on this GPU")
@@ -138,10 +138,8 @@ def header(target: Path, job: Job, ranked: Ranked, traced: int | None) -> list[s
 
 
 def as_traced(case: Case) -> Case:
-    """Return a case with the kernels that a dry run counts: no compiled block, and no compiled loss under tp."""
-    kernels = case.kernels
-    has_loss = kernels.compiled_loss and case.parallel.tp == 1
-    return replace(case, kernels=kernels._replace(compiled=False, compiled_loss=has_loss))
+    """Return a case with the kernels that a dry run counts: no compiled block."""
+    return replace(case, kernels=case.kernels._replace(compiled=False))
 
 
 def write_sweep(folder: Path, model: PlannedModel, cluster: str, job: Job, first: Ranked, runs: list[Ranked]) -> None:
