@@ -32,13 +32,23 @@ def delta_tensor(key: str, *names: str, by_key_head: bool = False, is_convolutio
     return TensorRule(place, own, groups=groups, mixer="gated_delta", is_convolution=is_convolution)
 
 
+OF_HEADS = tuple(delta_tensor(name, f"of_heads.{name}") for name in ("A_log", "dt_bias"))
 DELTA_TENSORS = (
     delta_tensor("conv1d.weight", "of_heads.q_conv", "of_heads.k_conv", "of_heads.v_conv", is_convolution=True),
-    delta_tensor("A_log", "of_heads.A_log"),
-    delta_tensor("dt_bias", "of_heads.dt_bias"),
+    *OF_HEADS,
     delta_tensor("norm.weight", "o_norm.weight"),
     delta_tensor("out_proj.weight", "o_proj.weight"),
 )
+CONVOLUTIONS = tuple(
+    delta_tensor(f"{name}_conv1d.weight", f"of_heads.{name}_conv", is_convolution=True) for name in "qkv"
+)
+"""queries, keys and values apart"""
+SINGLE_TENSORS = (
+    *OF_HEADS,
+    *(delta_tensor(f"{name}_proj.weight", f"{name}_proj.weight") for name in "qkvabgo"),
+    delta_tensor("o_norm.weight", "o_norm.weight"),
+)
+"""all but the convolutions, of files in which each parameter is a tensor"""
 DELTA_FIELDS = (
     ConfigField("linear_num_key_heads", "delta_key_heads", 16),
     ConfigField("linear_num_value_heads", "delta_value_heads", 32),
@@ -46,3 +56,19 @@ DELTA_FIELDS = (
     ConfigField("linear_value_head_dim", "delta_value_dim", 128),
     ConfigField("linear_conv_kernel_dim", "delta_conv", 4),
 )
+KEY_WIDTH, VALUE_WIDTH = "linear_key_head_dim", "linear_value_head_dim"
+
+
+def with_delta_sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with the sizes that are missing: heads as attention has them, widths that follow from theirs.
+
+    All keys together are three quarters as wide as the hidden states, and a value is as wide as two keys.
+    """
+    fields = dict(fields)
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        fields[name] = fields.get(name) or fields["num_attention_heads"]
+    if not fields.get(KEY_WIDTH):
+        hidden, heads = fields["hidden_size"], fields["linear_num_key_heads"]
+        fields[KEY_WIDTH] = int(0.75 * hidden / heads) if isinstance(hidden, int) and isinstance(heads, int) else None
+    fields[VALUE_WIDTH] = fields.get(VALUE_WIDTH) or (fields[KEY_WIDTH] and 2 * fields[KEY_WIDTH])
+    return fields
