@@ -462,11 +462,6 @@ class Model:
         """The values of `attention` that blocks have."""
         return {view.attention for view in self.views}
 
-    @property
-    def query_width(self) -> int:
-        """Features of all query heads."""
-        return self.heads * self.head_width
-
     def heads_of_attention(self) -> dict[str, int]:
         """Return the numbers of heads, by key."""
         return {"heads": self.heads, "kv_heads": self.kv}
@@ -498,11 +493,6 @@ class Model:
     def has_norms_after(self) -> bool:
         """Whether norms are after attention and feed-forward layer."""
         return self.norm_position != "before"
-
-    @property
-    def norms_per_part(self) -> int:
-        """Norms of the residual stream at attention, and as many at the feed-forward layer."""
-        return 2 if self.norm_position == "both" else 1
 
     @property
     def vocab_rows(self) -> int:
@@ -1039,10 +1029,6 @@ class TrainedParameters:
     def rank_of(self, matrix: str) -> int:
         """Return the rank of a matrix's update; 0: it has none."""
         return self.rank if matrix in self.targets else 0
-
-    def needs_input_of(self, *matrices: str) -> bool:
-        """Return whether a gradient is computed from the input of one of these matrices of a block."""
-        return not self.only_updates or any(map(self.rank_of, matrices))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The learning rate as a pure function of the step number: there is no state to save or restore."""
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +7,6 @@ from typing import Any
 from torchllm.config import Schedule
 from torchllm.config.applied_keys import applied, config_in_use
 from torchllm.config.stages import span_of, spans_of
-
-logger = logging.getLogger(__name__)
 
 
 class LearningRate:
@@ -29,31 +26,19 @@ class LearningRate:
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step, counted from 1."""
-        return _rate(self.schedule, self.peak, self.steps, step)
+        return rate_of(self.schedule, self.peak, self.steps, step)
 
     def log_jump(self, record: Mapping[str, Any], step: int) -> None:
         """Log if a resumed run does not continue at its checkpoint's rate because its schedule differs.
 
         record: record of the checkpoint of `step`, which has the config.
         """
-        try:
-            saved = record["config"]
-            known = {key: value for key, value in saved["schedule"].items() if key in Schedule.__annotations__}
-            rate = _rate(Schedule(**known), saved["optimizer"]["learning_rate"], saved["training"]["steps"], step)
-        except (KeyError, TypeError):  # no config, or one of a fork with another schedule
-            return
-        if not math.isclose(rate, self(step), rel_tol=0.01):
-            logger.info(
-                "the learning rate jumps from %.2e at step %d to %.2e: by the schedule of this run it would have been "
-                "%.2e there",
-                rate,
-                step,
-                self(step + 1),
-                self(step),
-            )
+        from torchllm.optim.rate_jump import log_jump  # of no use to a fresh run
+
+        log_jump(self, record, step, rate_of)
 
 
-def _rate(schedule: Schedule, peak: float, steps: int, step: int) -> float:
+def rate_of(schedule: Schedule, peak: float, steps: int, step: int) -> float:
     """Return the rate of a step, counted from 1, of a run of `steps` steps."""
     position: float = step
     if schedule.by_tokens:

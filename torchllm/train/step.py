@@ -104,7 +104,7 @@ class TrainStep:
         self.windows = Counter[int]()
         """features of the queries of blocks with a window, by the window"""
         for view in stages[0].model.views:
-            self.windows[view.window] += view.query_width
+            self.windows[view.window] += view.heads * view.head_width
         divisor = math.gcd(*self.windows.values())
         self.windows = Counter({window: width // divisor for window, width in self.windows.items()})
         self.forward_backward = forward_backward

@@ -24,6 +24,7 @@ from torchllm.tools.planner.compute import (
     dense_width,
     mixer_costs,
     mixer_products,
+    norms_per_part,
     whole_on_rank,
 )
 from torchllm.tools.planner.experts import (
@@ -166,16 +167,16 @@ def stored_per_token(
     if model.features.gated_ffn:
         inner = (6.0 + (0.0 if kernels.compiled else unfused_gate_bytes(model))) * width.ffn
     inner += feed_forward(model).kept(model, piece.tp) + norm * feed_forward(model).norms
-    if not trained.needs_input_of("down_proj"):
+    if not needs_input_of(trained, "down_proj"):
         inner -= 2.0 * width.ffn
-    reads_attention = trained.needs_input_of("q_proj", "k_proj", "v_proj")
-    reads_ffn = width.ffn > 0 and trained.needs_input_of("gate_proj", "up_proj")
+    reads_attention = needs_input_of(trained, "q_proj", "k_proj", "v_proj")
+    reads_ffn = width.ffn > 0 and needs_input_of(trained, "gate_proj", "up_proj")
     dropped = width.local * software.dropout  # a mask of a byte
     low_rank = 2.0 * trained.rank * len(trained.targets)
     scores = core(model, piece, kernels, software)
     return StoredParts(
         norm=norm,
-        norms=norm * model.norms_per_part,
+        norms=norm * norms_per_part(model),
         feeds_attention=(2.0 * width.local if costs.latents else feeds) * reads_attention,
         feeds_ffn=feeds * reads_ffn,
         qk_norms=qk_norms,
@@ -197,11 +198,16 @@ def attention_bytes(costs: MixerCosts, stored: StoredParts) -> float:
     return heads + norms + products + stored.before + stored.core + stored.added
 
 
+def needs_input_of(trained: TrainedParameters, *matrices: str) -> bool:
+    """Return whether a gradient is computed from the input of one of these matrices of a block."""
+    return not trained.only_updates or any(map(trained.rank_of, matrices))
+
+
 def gate_of_attention(costs: MixerCosts, trained: TrainedParameters) -> float:
     """Return the bytes per token that the gate of attention's results keeps: its sigmoid, and the input of o_proj."""
     if not costs.gates:
         return 0.0
-    return 2.0 * costs.gates + 2.0 * costs.gated * trained.needs_input_of("o_proj")
+    return 2.0 * costs.gates + 2.0 * costs.gated * needs_input_of(trained, "o_proj")
 
 
 def fuses_norm(model: Model, kernels: Kernels) -> bool:

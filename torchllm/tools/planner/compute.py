@@ -381,6 +381,11 @@ BACKWARD_KERNELS = 1.5
 """number of elementwise kernels of a backward, relative to its forward"""
 
 
+def norms_per_part(view: Model) -> int:
+    """Return the norms of the residual stream at attention, and as many at the feed-forward layer."""
+    return 2 if view.norm_position == "both" else 1
+
+
 def elementwise(
     model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware, backward: bool
 ) -> Seconds:
@@ -392,7 +397,7 @@ def elementwise(
     residual = RESIDUAL_BYTES
     if not is_fused:  # cuBLAS adds a bias as it writes the product
         residual += DROPOUT_BYTES * software.dropout
-    norms = 2 * model.norms_per_part + feed_forward(model).norms
+    norms = 2 * norms_per_part(model) + feed_forward(model).norms
     between_products = (norms * norm + 2 * residual) * model.hidden / piece.spread
 
     costs = mixer_costs(model, piece)
@@ -425,7 +430,7 @@ def _activation_bytes(model: Model, is_fused: bool) -> PerPass:
 
 def kernel_count(model: Model, costs: MixerCosts, fused: bool, unfused_norm: bool, dropout: bool) -> int:
     """Return the elementwise kernels of a block's forward: norms, residuals, rotary positions, activation, copies."""
-    norms = 2 * model.norms_per_part + feed_forward(model).norms
+    norms = 2 * norms_per_part(model) + feed_forward(model).norms
     norms *= PLAIN_NORM_KERNELS if unfused_norm else 1
     gate = 0
     if costs.gated:
