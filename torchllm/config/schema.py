@@ -91,6 +91,7 @@ OWN_HEAD = "model.tied_embeddings = false"
 BUILD = AppliedBy(
     "build_model(config.model, config.training.loss_chunk, config.training.z_loss, config.training.weights_dtype)"
 )
+GROUPS = AppliedBy("build_optimizer(stages, config.optimizer), or parameter_groups of both for your own")
 PARALLELIZE = AppliedBy("parallelize(...) with config.recompute, config.compile and config.float8")
 INITIAL = AppliedBy("Checkpointer(..., initial=initial_weights(config)) and its resume()")
 BALANCE = AppliedBy("ExpertBalance(stages, config.training), which TrainStep has")
@@ -386,6 +387,9 @@ class Model:
     initial_std: Positive = 0.02
     """standard deviation of the initial matrices, truncated at three times that; divided by sqrt(2 L) for the matrices
     whose output is added to the residual stream"""
+    base_width: Annotated[Natural, GROUPS] = 0
+    """hidden of a narrower model of this shape whose initial_std and learning_rate this one takes over (muP for AdamW):
+    each role of parameters has its factors of hidden / base_width; 0: off"""
     mtp_depth: Annotated[Natural, BUILD] = 0
     """multi-token prediction: blocks (D) after the last one, each of which predicts a token that is one further ahead
     (DeepSeek-V3); they train the model, and generation does not run them; 0: none"""
@@ -461,6 +465,11 @@ class Model:
     def attention_kernels(self) -> set[str]:
         """The values of `attention` that blocks have."""
         return {view.attention for view in self.views}
+
+    @property
+    def width_ratio(self) -> float:
+        """Width as a multiple of `base_width`'s; 1 without one."""
+        return self.hidden / self.base_width if self.base_width else 1.0
 
     def heads_of_attention(self) -> dict[str, int]:
         """Return the numbers of heads, by key."""

@@ -21,6 +21,8 @@ from torchllm.models.decoder import Decoder
 from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import local_region
 
+_STD_BY_WIDTH = {"matrix": -0.5, "router": -1.0, "head": -1.0}
+"""by role, the power of `Model.width_ratio` in the standard deviation: `settings_by_role` has the rates"""
 _CUT = 3.0  # in standard deviations
 _ELEMENTS_AT_A_TIME = 1 << 20  # bounds the temporary memory, a few times 8 bytes per element
 _ELEMENTS_IN_CACHE = 1 << 16  # the same on a CPU: the temporary tensors stay in a core's cache
@@ -59,13 +61,13 @@ def fill_all(stages: Sequence[Decoder], model: Model, seed: int) -> None:
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     """Write this rank's part of the initial value of a parameter. name: canonical; KeyError if it has no row."""
     local = local_tensor(parameter)
-    start = rule_of(name).start
+    start, role = rule_of(name)[1:]
     if start == "identity":
         start = "zeros" if model.norm_offset else "ones"
     if start in ("ones", "zeros"):
         local.fill_(float(start == "ones"))
         return
-    std = model.initial_std
+    std = model.initial_std * model.width_ratio ** _STD_BY_WIDTH.get(role, 0.0)
     if start == "residual":
         std = std / math.sqrt(2 * model.layers)
     key = key_of(seed, name)
