@@ -93,7 +93,7 @@ def spreads(widths: Sequence[int], **keys: Any) -> dict[str, float]:
 
 
 def test_the_size_of_activations_does_not_depend_on_the_width() -> None:
-    """The coordinate check of Yang et al. 2022 (arXiv 2203.03466, appendix D.1). Without the rule each size differs."""
+    """The coordinate check of Yang et al. 2022 (arXiv 2203.03466). Without the rule each size differs."""
     with_rule = spreads(WIDTHS, base_width=WIDTHS[0])
     assert max(with_rule.values()) < MOST_SPREAD, with_rule
     without = spreads(WIDTHS[:4])
@@ -197,7 +197,7 @@ def test_what_has_no_rule_is_refused() -> None:
         ({"optimizer.name": "muon"}, "model.base_width has the rules of AdamW, not of muon", 'name = "adamw"'),
         ({"optimizer.name": "sgd"}, "model.base_width has the rules of AdamW, not of sgd", 'name = "adamw"'),
         ({"lora.rank": 4}, "model.base_width has no rule for low-rank updates", "or lora.rank to 0"),
-        (tied, "model.logit_divisor ", "set it to 4.0, or tied_embeddings to false"),
+        (tied, "model.logit_divisor ", "set it to 4.0, or model.tied_embeddings to false"),
     ):
         (message,) = messages(settings)
         assert message.startswith(begin)

@@ -499,11 +499,6 @@ class Model:
         return self.heads * self.head_width * (2 if self.attention_gate == "element" else 1)
 
     @property
-    def has_norms_after(self) -> bool:
-        """Whether norms are after attention and feed-forward layer."""
-        return self.norm_position != "before"
-
-    @property
     def vocab_rows(self) -> int:
         """Rows of embedding and head."""
         return self.vocab + self.vocab_padding
@@ -543,11 +538,6 @@ class Model:
     def rotary_width(self) -> int:
         """Features of a head that have angles, of which some may be 0."""
         return self.head_width if self.rope_proportional else self.turned_width
-
-    @property
-    def block_form(self) -> str:
-        """The form of a block: where its norms are, or "scaled"."""
-        return "scaled" if self.block_scale else self.norm_position
 
     @property
     def expert_width(self) -> int:

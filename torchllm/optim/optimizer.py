@@ -31,9 +31,8 @@ class RoleSettings(NamedTuple):
 def settings_by_role(config: OptimizerConfig, width: float = 1.0) -> dict[Role, RoleSettings]:
     """Return the settings of every role. width: `Model.width_ratio`.
 
-    muP for Adam (Yang et al. 2022, arXiv 2203.03466, table 3): the rate of a matrix whose inputs grow with the width is
-    divided by it. AdamW takes rate x decay off a weight, which the width does not change (independent weight decay:
-    Wortsman et al. 2023, arXiv 2309.14322).
+    muP for Adam (Yang et al. 2022, arXiv 2203.03466, table 3): rates of matrices whose inputs grow with the width are
+    divided by it. What AdamW's decay takes off a weight, rate x decay, stays (Wortsman et al. 2023, arXiv 2309.14322).
     """
     decay, of_inputs = config.weight_decay, config.weight_decay * width
     return {

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchllm.config import Model
 from torchllm.facts.parameters import canonical_name, rule_of, start_of_buffer
+from torchllm.facts.parts.part import found
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import local_region
@@ -71,8 +72,9 @@ def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     if start == "residual":
         std = std / math.sqrt(2 * model.layers)
     key = key_of(seed, name)
+    of_recurrence = found(f"torchllm.parallel.recurrences:{start}") if start in ("decay", "time_step") else None
     for index, part in with_indices(parameter, local):
-        part.copy_(OF_RECURRENCES[start](index, key) if start in OF_RECURRENCES else normal(index, key).mul_(std))
+        part.copy_(of_recurrence(index, key) if of_recurrence else normal(index, key).mul_(std))
 
 
 def with_indices(parameter: Tensor, *tensors: Tensor, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
@@ -123,20 +125,6 @@ def normal(index: Tensor, key: int) -> Tensor:
 def uniform(index: Tensor, key: int) -> Tensor:
     """Return the index-th uniform numbers of the stream `key`, between 0 and 1: int64 -> float64, of any shape."""
     return hashed(index, key).to(torch.float64).add_(0.5).mul_(2.0**-53)
-
-
-def decay(index: Tensor, key: int) -> Tensor:
-    """Return the logarithms of uniform numbers from 0 to 16, in the same way."""
-    return uniform(index, key).mul_(16.0).log_()
-
-
-def time_step(index: Tensor, key: int) -> Tensor:
-    """Return numbers whose softplus is from 0.001 to 0.1, the logarithm of that uniform, in the same way."""
-    softplus = uniform(index, key).mul_(math.log(100.0)).add_(math.log(0.001)).exp_()
-    return softplus.expm1_().log_()
-
-
-OF_RECURRENCES = {"decay": decay, "time_step": time_step}
 
 
 def hashed(index: Tensor, key: int | Tensor) -> Tensor:

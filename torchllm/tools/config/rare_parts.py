@@ -123,8 +123,8 @@ def width_problems(config: Config) -> Iterator[ConfigError]:
     if model.tied_embeddings and model.width_ratio != 1.0 and not math.isclose(model.logit_divisor, model.width_ratio):
         yield config_error(
             "model.logit_divisor",
-            "as embedding, the weight of a tied head has rate and start of every width, so that its logits must be "
-            f"divided by hidden / base_width: set it to {model.width_ratio!r}, or tied_embeddings to false",
+            f"logits of a tied head are divided by hidden / base_width: set it to {model.width_ratio!r}, or "
+            "model.tied_embeddings to false",
         )
 
 
