@@ -29,10 +29,10 @@ class Trial(NamedTuple):
 
     def arguments(self) -> list[str]:
         """Return the arguments of recipes/minimal.py. Only the width of a head does not grow."""
-        return f"""train_configs/debug.toml --data.workers=0 --run.seed={self.seed} --optimizer.learning_rate={self.rate}
-            --model.layers=2 --model.hidden={self.width} --model.ffn={self.width} --model.heads={self.width // 16}
-            --model.kv_heads=0 --model.initial_std=0.08 --model.base_width={self.base_width} --training.steps={STEPS}
-            --training.micro_batch_size=8 --training.global_batch_size=8 --training.sequence_length=32""".split()
+        return f"""train_configs/debug.toml --run.seed={self.seed} --optimizer.learning_rate={self.rate}
+            --data.workers=0 --model.layers=2 --model.hidden={self.width} --model.ffn={self.width} --model.kv_heads=0
+            --model.heads={self.width // 16} --model.initial_std=0.08 --model.base_width={self.base_width}
+            --training.steps={STEPS} --training.micro_batch_size=8 --training.global_batch_size=8 --training.sequence_length=32""".split()
 
 
 def train(table: Path) -> None:
