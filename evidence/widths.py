@@ -32,7 +32,8 @@ class Trial(NamedTuple):
         return f"""train_configs/debug.toml --run.seed={self.seed} --optimizer.learning_rate={self.rate}
             --data.workers=0 --model.layers=2 --model.hidden={self.width} --model.ffn={self.width} --model.kv_heads=0
             --model.heads={self.width // 16} --model.initial_std=0.08 --model.base_width={self.base_width}
-            --training.steps={STEPS} --training.micro_batch_size=8 --training.global_batch_size=8 --training.sequence_length=32""".split()
+            --training.sequence_length=32 --training.steps={STEPS} --training.global_batch_size=8
+            --training.micro_batch_size=8""".split()
 
 
 def train(table: Path) -> None:
