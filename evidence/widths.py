@@ -7,6 +7,7 @@
 """
 
 import csv
+import runpy
 import sys
 from collections import defaultdict
 from itertools import product
@@ -37,13 +38,13 @@ class Trial(NamedTuple):
 
 
 def train(table: Path) -> None:
-    from recipes import minimal
     from torchllm.recipe import load_config
 
+    main = runpy.run_path("recipes/minimal.py")["main"]
     done = read(table) if table.exists() else {}
     for trial in (Trial(base, width, *rest) for width, *rest, base in product(WIDTHS, RATES, SEEDS, (BASE, 0))):
         if trial not in done and (trial.width != BASE or trial.base_width):  # the base trains once: both are the same
-            losses = minimal.main(load_config(trial.arguments(), one_device=True))
+            losses = main(load_config(trial.arguments(), one_device=True))
             with table.open("a", newline="") as rows:
                 csv.writer(rows).writerow([*trial, f"{mean(losses[-LAST:]):.4f}"])
 
@@ -68,8 +69,7 @@ def draw(table: Path, picture: Path) -> None:
             (line,) = axis.plot(list(means), list(means.values()), label=f"width {width}")
             for rate, of_seeds in losses[base, width].items():
                 axis.plot([rate] * len(of_seeds), of_seeds, ".", color=line.get_color())
-            best = min(means, key=means.__getitem__)
-            print(f"| {base} | {width} | {best:g} | {means[best]:.3f} | {means[0.004]:.3f} |")
+            print(f"| {base} | {width} | {min(means, key=means.__getitem__):g} | {min(means.values()):.3f} |")
         axis.set(xscale="log", xlabel="learning rate", title=f"model.base_width = {base}")
     axes[0].set(ylabel="loss, nats per byte")
     axes[0].legend()

@@ -91,7 +91,6 @@ OWN_HEAD = "model.tied_embeddings = false"
 BUILD = AppliedBy(
     "build_model(config.model, config.training.loss_chunk, config.training.z_loss, config.training.weights_dtype)"
 )
-GROUPS = AppliedBy("build_optimizer(stages, config.optimizer), or parameter_groups of both for your own")
 PARALLELIZE = AppliedBy("parallelize(...) with config.recompute, config.compile and config.float8")
 INITIAL = AppliedBy("Checkpointer(..., initial=initial_weights(config)) and its resume()")
 BALANCE = AppliedBy("ExpertBalance(stages, config.training), which TrainStep has")
@@ -387,9 +386,8 @@ class Model:
     initial_std: Positive = 0.02
     """standard deviation of the initial matrices, truncated at three times that; divided by sqrt(2 L) for the matrices
     whose output is added to the residual stream"""
-    base_width: Annotated[Natural, GROUPS] = 0
-    """hidden of a narrower model of this shape whose initial_std and learning_rate this one takes over (muP for AdamW):
-    each role of parameters has its factors of hidden / base_width; 0: off"""
+    base_width: Annotated[Natural, AppliedBy("build_optimizer(stages, config.optimizer), or parameter_groups")] = 0
+    """hidden of a narrower model whose learning_rate and initial_std hold for this one, too (muP for AdamW); 0: off"""
     mtp_depth: Annotated[Natural, BUILD] = 0
     """multi-token prediction: blocks (D) after the last one, each of which predicts a token that is one further ahead
     (DeepSeek-V3); they train the model, and generation does not run them; 0: none"""
@@ -538,6 +536,11 @@ class Model:
     def rotary_width(self) -> int:
         """Features of a head that have angles, of which some may be 0."""
         return self.head_width if self.rope_proportional else self.turned_width
+
+    @property
+    def block_form(self) -> str:
+        """The form of a block: where its norms are, or "scaled"."""
+        return "scaled" if self.block_scale else self.norm_position
 
     @property
     def expert_width(self) -> int:

@@ -53,13 +53,13 @@ BLOCKS = {
     "both": "torchllm.models.norms_after:NormsAroundBlock",
     "scaled": "torchllm.models.norms_after:ScaledBlock",
 }
-"""class of the blocks, by the position of their norms, or "scaled"; a run imports its own"""
+"""class of the blocks, by `Model.block_form`; a run imports its own"""
 
 
 def build_block(model: Model, index: int) -> nn.Module:
     """Return a block with uninitialized weights, of its kind and as `model.block` says."""
     view = model.of_block(index)
-    of_class = found(BLOCKS["scaled" if view.block_scale else view.norm_position])
+    of_class = found(BLOCKS[view.block_form])
     if outer := around(view):
         of_class = found(outer.build)(of_class)
     block: nn.Module = of_class(view)

@@ -62,7 +62,7 @@ def fill_all(stages: Sequence[Decoder], model: Model, seed: int) -> None:
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     """Write this rank's part of the initial value of a parameter. name: canonical; KeyError if it has no row."""
     local = local_tensor(parameter)
-    start, role = rule_of(name)[1:]
+    _, start, role = rule_of(name)
     if start == "identity":
         start = "zeros" if model.norm_offset else "ones"
     if start in ("ones", "zeros"):
