@@ -17,6 +17,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.initialize import initialize
 from torchllm.tools.config.checks import setting_problems
+from torchllm.tools.hub.config_json import family_to_export, write_config_json
 from torchllm.tools.proof.layouts import Settings, with_settings
 from torchllm.tools.proof.shrink import small_model
 
@@ -202,6 +203,13 @@ def test_what_has_no_rule_is_refused() -> None:
         (message,) = messages(settings)
         assert message.startswith(begin)
         assert cure in message
+
+
+def test_an_export_does_not_know_the_key() -> None:
+    """The function of the weights is that of any other model of the family."""
+    plain, wide = of_width(64), of_width(64, base_width=16)
+    family = family_to_export(wide)
+    assert write_config_json(wide, family) == write_config_json(plain, family)
 
 
 def test_a_small_copy_keeps_the_ratio_of_widths() -> None:
