@@ -46,6 +46,19 @@ ONE_LINE: dict[str, tuple[str, str]] = {
         'x.toml:2: training.weights_dtype: is "bfloat16", and lora.rank is set, but updates are float32, and the '
         "weights are frozen: remove one",
     ),
+    "width rule of another optimizer": (
+        '[model]\nbase_width = 64\n[optimizer]\nname = "muon"',
+        'x.toml:2: model.base_width: has the rules of AdamW, not of muon: set optimizer.name = "adamw", or it to 0',
+    ),
+    "width rule with low-rank updates": (
+        "[model]\nbase_width = 64\n[lora]\nrank = 4",
+        "x.toml:2: model.base_width: has no rule for low-rank updates: set it to 0, or lora.rank to 0",
+    ),
+    "width rule with a tied head": (
+        "[model]\nhidden = 256\nbase_width = 64\ntied_embeddings = true",
+        "x.toml: model.logit_divisor: logits of a tied head are divided by hidden / base_width: set it to 4.0, or "
+        "model.tied_embeddings to false",
+    ),
     "epochs of a source to evaluate on": (
         '[[data.validation]]\nkind = "text"\npath = "a.txt"\nmax_epochs = 1.0',
         "x.toml:4: data.validation.0.max_epochs: limits training, and this source is evaluated on: leave it out",

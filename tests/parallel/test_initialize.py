@@ -17,9 +17,10 @@ from tests.workers import run
 from torchllm.config import Compile, Float8, Model, Parallel, Recompute
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.parallel.initialize import decay, fill, hashed, initialize, key_of, normal, time_step
+from torchllm.parallel.initialize import fill, hashed, initialize, key_of, normal
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
+from torchllm.parallel.recurrences import decay, time_step
 
 CPU = torch.device("cpu")
 # Odd sizes: no dimension divides evenly by the degrees where it need not.

@@ -68,6 +68,7 @@ UNDRAWN = {
     "block": "of forks: tests/tools/proof/test_prove.py",
     **dict.fromkeys(("hidden", "max_sequence_length"), "sizes without further cases"),
     "initial_std": "of the start alone: tests/parallel/test_initialize.py",
+    "base_width": "of the start and of rates: tests/optim/test_base_width.py",
 }
 """keys of [model] that have one value in all layouts, and why"""
 UNDRAWN_CHOICES = {("attention", "flash"), ("attention", "flex")}

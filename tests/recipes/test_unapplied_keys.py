@@ -170,7 +170,7 @@ EVERYTHING = [  # that one run can have
     *("--checkpoint.keep=2", "--checkpoint.keep_every=2", "--checkpoint.asynchronous=true", "--checkpoint.resume=none"),
     *("--model.experts=4", "--model.router_bias=true", "--model.router_bias_rate=0.01", "--model.balance_loss=global"),
     *("--model.pattern=local,full", "--model.kinds.local.window=16", "--model.kinds.full.rope_theta=500"),
-    "--model.frozen=embed_tokens.*",
+    *("--model.frozen=embed_tokens.*", "--model.base_width=16"),
     *(*EMA, "--evaluate.ema=true", "--training.weights_dtype=bfloat16"),
 ]
 

@@ -386,6 +386,8 @@ class Model:
     initial_std: Positive = 0.02
     """standard deviation of the initial matrices, truncated at three times that; divided by sqrt(2 L) for the matrices
     whose output is added to the residual stream"""
+    base_width: Annotated[Natural, AppliedBy("build_optimizer(stages, config.optimizer), or parameter_groups")] = 0
+    """hidden of a narrower model whose learning_rate and initial_std hold for this one, too (muP for AdamW); 0: off"""
     mtp_depth: Annotated[Natural, BUILD] = 0
     """multi-token prediction: blocks (D) after the last one, each of which predicts a token that is one further ahead
     (DeepSeek-V3); they train the model, and generation does not run them; 0: none"""
@@ -462,6 +464,11 @@ class Model:
         """The values of `attention` that blocks have."""
         return {view.attention for view in self.views}
 
+    @property
+    def width_ratio(self) -> float:
+        """Width as a multiple of `base_width`'s; 1 without one."""
+        return self.hidden / self.base_width if self.base_width else 1.0
+
     def heads_of_attention(self) -> dict[str, int]:
         """Return the numbers of heads, by key."""
         return {"heads": self.heads, "kv_heads": self.kv}
@@ -488,11 +495,6 @@ class Model:
     def query_outputs(self) -> int:
         """Outputs of the projection of queries: all query heads, and their gate if it has a number per element."""
         return self.heads * self.head_width * (2 if self.attention_gate == "element" else 1)
-
-    @property
-    def has_norms_after(self) -> bool:
-        """Whether norms are after attention and feed-forward layer."""
-        return self.norm_position != "before"
 
     @property
     def vocab_rows(self) -> int:

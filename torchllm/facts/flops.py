@@ -92,7 +92,7 @@ def half_of_products(model: Model, layer: int) -> int:
     """
     sizes = product_sizes(model, layer)
     view = model.of_block(layer)
-    is_last_needed = view.has_norms_after or _needs_last_product(view)
+    is_last_needed = view.norm_position != "before" or _needs_last_product(view)
     return sum(sizes[::2] if is_last_needed else sizes[:-1:2])
 
 
@@ -214,7 +214,7 @@ def recomputed_flops_per_token(
     sizes = [matrices(model, layer) for layer in layers]
     blocks = [block_flops(model, layer, sequence_length) for layer in layers]
     views = model.views[first:]
-    last = [0 if of.has_norms_after else 2 * size.down for of, size in zip(views, sizes, strict=True)]
+    last = [2 * size.down if of.norm_position == "before" else 0 for of, size in zip(views, sizes, strict=True)]
     match recompute.mode:
         case "none" | "selective":
             recomputed = 0

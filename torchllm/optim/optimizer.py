@@ -7,10 +7,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchllm.config import Model
 from torchllm.config import Optimizer as OptimizerConfig
 from torchllm.config.applied_keys import applied, refuse_unchecked_step
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.facts.parts.part import Role
+from torchllm.models.decoder import Decoder
 from torchllm.optim.fused import ShardedAdamW, has_fewer_bits
 from torchllm.parallel.local_tensor import is_gathered_as_float8, scale_gathered_weights
 from torchllm.runtime.torch_compat import reads_found_inf
@@ -26,15 +28,19 @@ class RoleSettings(NamedTuple):
     """whether Muon updates them by their orthogonalized momentum"""
 
 
-def settings_by_role(config: OptimizerConfig) -> dict[Role, RoleSettings]:
-    """Return the settings of every role."""
-    decay = config.weight_decay
+def settings_by_role(config: OptimizerConfig, width: float = 1.0) -> dict[Role, RoleSettings]:
+    """Return the settings of every role. width: `Model.width_ratio`.
+
+    muP for Adam (Yang et al. 2022, arXiv 2203.03466, table 3): rates of matrices whose inputs grow with the width are
+    divided by it. What AdamW's decay takes off a weight, rate x decay, stays (Wortsman et al. 2023, arXiv 2309.14322).
+    """
+    decay, of_inputs = config.weight_decay, config.weight_decay * width
     return {
-        "matrix": RoleSettings(1.0, decay, orthogonalized=config.name == "muon"),
-        "router": RoleSettings(1.0, decay),
+        "matrix": RoleSettings(1.0 / width, of_inputs, orthogonalized=config.name == "muon"),
+        "router": RoleSettings(1.0 / width, of_inputs),
         "embedding": RoleSettings(config.embedding_rate, decay * config.embedding_decay),
         "position": RoleSettings(config.embedding_rate, decay * config.vector_decay),
-        "head": RoleSettings(config.head_rate, decay * config.head_decay),
+        "head": RoleSettings(config.head_rate / width, of_inputs * config.head_decay),
         "adapter": RoleSettings(1.0, decay),
         "vector": RoleSettings(config.vector_rate, decay * config.vector_decay),
     }
@@ -46,15 +52,17 @@ def parameter_groups(stages: Sequence[nn.Module], config: OptimizerConfig) -> li
     Frozen parameters are in no group. `apply_if_finite` sets a group's rate to the schedule's times its
     `learning_rate_factor`.
     """
-    by_role = settings_by_role(config)
     parameters: dict[RoleSettings, list[Tensor]] = {}
     for stage in stages:
+        model = stage.model if isinstance(stage, Decoder) else Model()
+        applied("model.base_width", model.base_width)
+        by_role = settings_by_role(config, model.width_ratio)
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad:
                 settings = by_role[rule_of(canonical_name(name)).role]
                 parameters.setdefault(settings, []).append(parameter)
     if not parameters:  # all of a pipeline rank are frozen; torch refuses an empty list
-        parameters[by_role["vector"]] = []
+        parameters[settings_by_role(config)["vector"]] = []
     return [{"params": members, **settings._asdict()} for settings, members in parameters.items()]
 
 

@@ -17,10 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from torchllm.config import Model
 from torchllm.facts.parameters import canonical_name, rule_of, start_of_buffer
+from torchllm.facts.parts.part import found
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import local_region
 
+_STD_BY_WIDTH = {"matrix": -0.5, "router": -1.0, "head": -1.0}
+"""by role, the power of `Model.width_ratio` in the standard deviation: `settings_by_role` has the rates"""
 _CUT = 3.0  # in standard deviations
 _ELEMENTS_AT_A_TIME = 1 << 20  # bounds the temporary memory, a few times 8 bytes per element
 _ELEMENTS_IN_CACHE = 1 << 16  # the same on a CPU: the temporary tensors stay in a core's cache
@@ -59,18 +62,19 @@ def fill_all(stages: Sequence[Decoder], model: Model, seed: int) -> None:
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     """Write this rank's part of the initial value of a parameter. name: canonical; KeyError if it has no row."""
     local = local_tensor(parameter)
-    start = rule_of(name).start
+    _, start, role = rule_of(name)
     if start == "identity":
         start = "zeros" if model.norm_offset else "ones"
     if start in ("ones", "zeros"):
         local.fill_(float(start == "ones"))
         return
-    std = model.initial_std
+    std = model.initial_std * model.width_ratio ** _STD_BY_WIDTH.get(role, 0.0)
     if start == "residual":
         std = std / math.sqrt(2 * model.layers)
     key = key_of(seed, name)
+    of_recurrence = found(f"torchllm.parallel.recurrences:{start}") if start in ("decay", "time_step") else None
     for index, part in with_indices(parameter, local):
-        part.copy_(OF_RECURRENCES[start](index, key) if start in OF_RECURRENCES else normal(index, key).mul_(std))
+        part.copy_(of_recurrence(index, key) if of_recurrence else normal(index, key).mul_(std))
 
 
 def with_indices(parameter: Tensor, *tensors: Tensor, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
@@ -121,20 +125,6 @@ def normal(index: Tensor, key: int) -> Tensor:
 def uniform(index: Tensor, key: int) -> Tensor:
     """Return the index-th uniform numbers of the stream `key`, between 0 and 1: int64 -> float64, of any shape."""
     return hashed(index, key).to(torch.float64).add_(0.5).mul_(2.0**-53)
-
-
-def decay(index: Tensor, key: int) -> Tensor:
-    """Return the logarithms of uniform numbers from 0 to 16, in the same way."""
-    return uniform(index, key).mul_(16.0).log_()
-
-
-def time_step(index: Tensor, key: int) -> Tensor:
-    """Return numbers whose softplus is from 0.001 to 0.1, the logarithm of that uniform, in the same way."""
-    softplus = uniform(index, key).mul_(math.log(100.0)).add_(math.log(0.001)).exp_()
-    return softplus.expm1_().log_()
-
-
-OF_RECURRENCES = {"decay": decay, "time_step": time_step}
 
 
 def hashed(index: Tensor, key: int | Tensor) -> Tensor:

@@ -36,6 +36,7 @@ def setting_problems(config: Config) -> list[ConfigError]:
     return [
         *problems_of_use(config),
         *_problems_if(config.model.experts > 0, "router_problems", config),
+        *_problems_if(config.model.base_width > 0, "width_problems", config),
         *_problems_if(config.training.weights_dtype != "float32", "weights_problems", config),
         *_problems_if(config.optimizer.state_dtype == "int8", "state_problems", config),
         *_problems_if(config.float8.is_on, "float8_problems", config),

@@ -18,6 +18,7 @@ NO_OTHER_FUNCTION = (
     "model.attention",
     "model.frozen",
     "model.initial_std",
+    "model.base_width",
     "model.upcycle",
     "model.upcycle_noise",
     "model.vocab_padding",

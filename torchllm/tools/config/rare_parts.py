@@ -1,5 +1,6 @@
 """The rules of parts that few runs have, each called for the runs that do; `checks.py` has the others."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -108,6 +109,22 @@ def router_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error(
             "model.router_renormalize",
             "with top_k = 1 the one score is divided by itself, and the router learns nothing: set it to false",
+        )
+
+
+def width_problems(config: Config) -> Iterator[ConfigError]:
+    """Check that each parameter has a rule for its width (muP for AdamW)."""
+    model = config.model
+    if config.optimizer.name != "adamw":
+        message = f'has the rules of AdamW, not of {config.optimizer.name}: set optimizer.name = "adamw", or it to 0'
+        yield config_error("model.base_width", message)
+    if config.lora.is_on:
+        yield config_error("model.base_width", "has no rule for low-rank updates: set it to 0, or lora.rank to 0")
+    if model.tied_embeddings and model.width_ratio != 1.0 and not math.isclose(model.logit_divisor, model.width_ratio):
+        yield config_error(
+            "model.logit_divisor",
+            f"logits of a tied head are divided by hidden / base_width: set it to {model.width_ratio!r}, or "
+            "model.tied_embeddings to false",
         )
 
 

@@ -148,6 +148,7 @@ ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window", "logit_softcap", "score_sof
 """keys of [model] whose 0 is null in config.json: kv_heads = heads; head_dim = hidden / heads; none of the others"""
 FREE_KEYS = {
     "attention",
+    "base_width",
     "frozen",
     "from_hf",
     "kinds",

@@ -246,7 +246,7 @@ def block_products(
     """
     width = Widths.of(model, piece)
     keeps_normed = keeps_input_of_qk_norm(model, piece, kernels)
-    keeps_sums = width.local * (model.has_norms_after and keeps_input_of_norm(model, kernels))
+    keeps_sums = width.local * (model.norm_position != "before" and keeps_input_of_norm(model, kernels))
     queries = model.query_outputs / piece.tp
     costs = mixer_costs(model, piece)
     added = {f"added {n}": BlockProduct(shape.outputs) for n, shape in enumerate(added_matrices(model, piece.tp))}

@@ -98,6 +98,10 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     }
     for view in [model, *map(model.of_kind, dict.fromkeys(model.pattern))]:
         settings |= {f"model.{key}": value for key, value in mixer(view).small_sizes(view).items()}
+    if model.base_width:
+        base_width = max(1, round(hidden / model.width_ratio))
+        divisor = hidden / base_width if model.tied_embeddings else model.logit_divisor
+        settings |= {"model.base_width": base_width, "model.logit_divisor": divisor}
     if model.experts:
         settings |= small_experts(model, layers)
     # Of those that a CPU has, with a backward, eager alone has soft caps.
