@@ -23,6 +23,7 @@ import atexit, os, sys
 
 def write():
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    files.add(os.path.abspath(sys.argv[0]))  # at its end a script no longer has its __file__
     with open(os.path.join(os.environ["LOADED"], f"{os.environ.get('RANK', '')}.{os.getpid()}"), "w") as file:
         file.write("\\n".join(files))
 
