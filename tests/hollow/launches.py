@@ -51,9 +51,9 @@ def measure(
     return dict(zip(cases, reports, strict=True))
 
 
-def measure_all(cases: Mapping[str, Arguments]) -> dict[str, Report]:
+def measure_all(cases: Mapping[str, Arguments], machine: Machine = H100, **variables: str) -> dict[str, Report]:
     """Return the report of each case, none of which may fail."""
-    reports = measure(cases)
+    reports = measure(cases, machine, **variables)
     assert {name: report["error"] for name, report in reports.items() if "error" in report} == {}
     return reports
 
