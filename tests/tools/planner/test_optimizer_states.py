@@ -2,14 +2,21 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from torchllm.config import Model, Optimizer, Training
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.average import WeightAverage
+from torchllm.optim.eightbit import EightBitState
 from torchllm.optim.optimizer import build_optimizer
-from torchllm.tools.planner.optimizer_states import with_optimizer_states
+from torchllm.optim.rounded import MOMENTS, RoundedState
+from torchllm.runtime.torch_compat import TorchDispatchMode
+from torchllm.tools.planner.optimizer_states import ROUNDED, rounding_bytes, with_optimizer_states
 from torchllm.tools.planner.software import TORCHLLM
 
 DENSE = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=48)
@@ -66,3 +73,41 @@ def test_weights_in_bfloat16_are_those_that_exist() -> None:
     assert (averaged.states - software.states) * parameter_count(model) == size
     assert software.shards * parameter_count(model) == sum(parameter.nbytes for parameter in model.parameters())
     assert software.states == software.shards + 2 * 2
+
+
+class Moved(TorchDispatchMode):
+    """Adds up the bytes that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+            self.bytes += sum(tensor.nbytes for tensor in tensors)
+        return result
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_rounding_moves_the_bytes_that_its_operations_do(state_dtype: str) -> None:
+    module = nn.Module()
+    module.weight = parameter = nn.Parameter(torch.ones(1024, 1024))
+    storage = EightBitState([module]) if state_dtype == "int8" else RoundedState([module], torch.bfloat16)
+    state = storage.start(parameter, MOMENTS)
+    exact = torch.rand(1024, 1024)
+    for name in MOMENTS:
+        with Moved() as moved:
+            storage.load(state, name)
+            storage.store(parameter, state, name, exact, torch.zeros(()))
+        assert moved.bytes / exact.numel() == pytest.approx(ROUNDED[state_dtype], rel=0.01)
+
+
+def test_every_number_that_is_rounded_has_its_price() -> None:
+    rounded = ROUNDED["bfloat16"]
+    training = Training(weights_dtype="bfloat16")
+    assert rounding_bytes(DENSE, Training(), Optimizer()) == 0
+    assert rounding_bytes(DENSE, training, Optimizer(state_dtype="bfloat16")) == 3 * rounded
+    assert rounding_bytes(DENSE, Training(), Optimizer(state_dtype="int8")) == 2 * ROUNDED["int8"]
+    assert rounded < rounding_bytes(DENSE, Training(), Optimizer(name="muon", state_dtype="bfloat16")) < 2 * rounded

@@ -5,6 +5,7 @@ from torchllm.facts.flops import recompute_interval
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Host
 from torchllm.tools.planner.compute import ELEMENT_BYTES
+from torchllm.tools.planner.optimizer_states import rounding_bytes
 
 
 def host_of(case: Case) -> Host:
@@ -22,12 +23,12 @@ def host_update_seconds(case: Case, parameters: float) -> float:
     """Return the seconds of an update on the host. parameters: the trained ones of a rank.
 
     Weights and gradients are copied there and weights back, while the host updates other parameters: it reads and
-    writes all of it once more, and its moments. Random bits for bfloat16 are not priced.
+    writes all of it once more, and its moments, which it may have to round.
     """
     host, software = host_of(case), case.software
     copied = 2 * software.shards + (software.kept or software.gradients)
     moments = 4.0 if case.optimizer.state_dtype == "bfloat16" else 8.0
-    in_memory = 2 * copied + 2 * moments
+    in_memory = 2 * copied + 2 * moments + rounding_bytes(case.model, case.training, case.optimizer)
     return parameters * max(copied / host.bandwidth, in_memory / host.memory_bandwidth)
 
 

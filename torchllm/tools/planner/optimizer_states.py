@@ -1,4 +1,4 @@
-"""The effect of the optimizer on a prediction: its bytes per parameter. No torch.
+"""The effect of the optimizer on a prediction: its bytes per parameter, and those that rounding moves. No torch.
 
 They are a mean over the whole model, also for a pipeline's ends, whose tables Muon leaves to AdamW.
 """
@@ -16,6 +16,9 @@ from torchllm.tools.planner.software import Software
 
 ENTRY = 4.0
 """bytes per parameter of one moment, or of the moving average"""
+ROUNDED = {"float32": 0.0, "bfloat16": 350.0, "int8": 548.0}
+"""bytes that the operations of a step read and write to load and to round a number that is stored in a dtype, most of
+them for random bits. They are counted, not measured: pieces of them may stay in a GPU's cache."""
 
 
 def with_optimizer_states(software: Software, model: Model, training: Training, optimizer: Optimizer) -> Software:
@@ -45,3 +48,9 @@ def bytes_of_moments(model: Model, optimizer: str, has_momentum: bool, state_dty
             entry = 1.0 + ENTRY / BLOCK
         total += moments * entry * math.prod(shape)
     return total / parameter_count(model)
+
+
+def rounding_bytes(model: Model, training: Training, optimizer: Optimizer) -> float:
+    """Return the bytes per parameter that a step moves to round moments and weights."""
+    moments = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, "float32") / ENTRY
+    return moments * ROUNDED[optimizer.state_dtype] + ROUNDED[training.weights_dtype]

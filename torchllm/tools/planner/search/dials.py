@@ -114,4 +114,4 @@ def dial_lines(turned: list[DialedJob]) -> Iterator[str]:
         layout, prediction = dialed.best
         keys = " and ".join(dialed.settings) or "none"
         yield f"    {prediction.step:8.4g} {prediction.memory.total / 2**30:6.1f}  {keys}: {layout.text()}"
-    yield "The time of random rounding is not counted, nor whether the host has room; docs/concepts.md has the losses."
+    yield "Not counted: whether the host has room. docs/concepts.md has the losses of dtypes."
