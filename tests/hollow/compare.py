@@ -84,9 +84,11 @@ GOALS = {True: Goal(launches=1.00), False: Goal(launches=1.10)}
 def measure_titan(case: Case) -> Report:
     """Return the report of torchtitan's step. CalledProcessError if it fails."""
     with tempfile.TemporaryDirectory() as messages:
+        variables = {**environment(MACHINE, Path(messages)), **VARIABLES}
+        variables["PYTHONPATH"] += f":{ROOT / 'recipes'}"  # evidence/benchmark/titan.py imports from recipes/benchmark
         done = subprocess.run(
             [sys.executable, "-m", "tests.hollow.titan_rank", *case.arguments()],
-            env={**environment(MACHINE, Path(messages)), **VARIABLES},
+            env=variables,
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
