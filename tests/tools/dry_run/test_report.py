@@ -130,8 +130,8 @@ ASSUMED: dict[str, tuple[Settings, str]] = {
     "a missing kernel": ({"model.attention": "flash"}, "attention sdpa in place of flash"),
     "a compiled loss off a GPU": ({"compile.loss": True}, "nothing compiled"),
     "a compiled loss that tp cuts": (
-        {"compile.loss": True, "parallel.tp": 2, "cluster.name": "dgx_h100"},
-        "nothing compiled",
+        {"compile.loss": True, "compile.block": True, "parallel.tp": 2, "cluster.name": "dgx_h100"},
+        "the loss as compiled, the rest not",
     ),
     "compiled blocks": (
         {"compile.loss": True, "compile.block": True, "cluster.name": "dgx_h100"},
