@@ -31,13 +31,14 @@ from typing import NamedTuple, get_args
 from torchllm import __version__
 from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.config.toml import dotted
 from torchllm.facts.flops import parameter_count
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick, within_risk
 from torchllm.tools.planner.search.compare import compare
-from torchllm.tools.planner.search.dials import DialedJob, dial_lines, turn_dials
+from torchllm.tools.planner.search.dials import CHUNK, WORTH, DialedJob, dial_lines, turn_dials
 from torchllm.tools.planner.search.explain import (
     GIB,
     divides_nowhere,
@@ -57,11 +58,6 @@ from torchllm.tools.planner.search.search import Found, Objective, Ranked, Searc
 from torchllm.tools.planner.search.written import write_run, write_sweep
 from torchllm.tools.planner.validity import judge
 from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
-
-LOSS_CHUNK = 1024
-"""tokens whose logits exist at a time, if the plan computes the loss in chunks"""
-WORTH_CHUNKS = 0.01
-"""share of a step that chunks must save"""
 
 
 class SearchResult(NamedTuple):
@@ -228,12 +224,13 @@ def run_rank(options: argparse.Namespace) -> None:
     for gpus in options.gpus.numbers:
         job = replace(model.job(hardware, gpus), training=training, imbalance=options.imbalance or IMBALANCE)
         jobs.append(fastest_number(job) if options.gpus.is_limit else job)
-    is_open = "loss_chunk" not in model.layer.table.get("training", {})
+    written = {dotted(path) for path in model.layer.origins}
+    is_open = "training.loss_chunk" not in written
     turned: list[DialedJob] = []
     if options.dials:
         if len(jobs) > 1 or options.objective == "memory":
             raise UserError("--dials: needs one number of --gpus, and no --objective memory")
-        turned = turn_dials(jobs[0])
+        turned = turn_dials(jobs[0], written)
         if turned:
             jobs, is_open = [turned[-1].job], False
     results = [plan(job, options.objective, is_open) for job in jobs]
@@ -244,7 +241,12 @@ def run_rank(options: argparse.Namespace) -> None:
 
     lines = heading(model, options.cluster, results[0].job)
     if options.json:
-        print(json.dumps([ranking_json(model, result, tokens) for result in results], indent=2))
+        plans = [ranking_json(model, result, tokens) for result in results]
+        if turned:
+            plans[0]["dials"] = [
+                {"keys": dialed.settings, **layout_figures(dialed.job, dialed.best, tokens)} for dialed in turned
+            ]
+        print(json.dumps(plans, indent=2))
     else:
         if len(results) > 1:
             firsts = [(result.job, result.first) for result in results]
@@ -264,14 +266,14 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def plan(job: Job, objective: Objective, chunk_is_open: bool) -> SearchResult:
     """Search, and choose; with the loss in chunks if that is open and lets a faster layout into the memory."""
-    chunked = replace(job, training=replace(job.training, loss_chunk=LOSS_CHUNK))
+    chunked = replace(job, training=replace(job.training, loss_chunk=CHUNK))
     outcome = search_layouts(job, objective)
     if chunk_is_open and outcome.layouts and not outcome.best:
         return plan(chunked, objective, chunk_is_open=False)
     refuse_none(job, outcome)
     result = SearchResult(job, outcome, advise(job, outcome) if objective != "memory" else None)
     if chunk_is_open and outcome.misses and result.advice:
-        enough = (1 - WORTH_CHUNKS) * result.step_seconds
+        enough = (1 - WORTH) * result.step_seconds
         if Search(within_risk(chunked), count=1, below=enough).find_best().best:
             other = plan(chunked, objective, chunk_is_open=False)
             return min(result, other, key=lambda result: result.step_seconds)

@@ -23,6 +23,7 @@ RANK += ["--sequence-length", "2048", "--global-batch-size", "512"]
 FIXED = ["--recompute.mode=none", "--parallel.schedule=1F1B", "--parallel.cp=1"]
 """keys that make a search one of a second"""
 FEW = [*RANK, *FIXED]
+LONG = ["--sequence-length=8192", "--global-batch-size=64"]
 SMALL = ["rank", "--model=llama3_1b", "--cluster=dgx_h100", "--sequence-length=2048", "--global-batch-size=64"]
 
 
@@ -138,21 +139,39 @@ def test_the_best_number_of_gpus_up_to_a_limit(capsys: pytest.CaptureFixture[str
             "--optimizer.offload=true",
         ],
         ["--model=qwen3_30b_a3b", "--gpus=64", "--sequence-length=4096", "--global-batch-size=256"],
+        ["--model={tmp_path}/segments.toml", "--gpus=8", *LONG, "--recompute.mode=segment"],
     ],
 )
 def test_the_plan_of_a_written_run_is_the_printed_one(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file that lacked a key which the plan has changed would train otherwise than planned."""
-    file = tmp_path / "mine.toml"
+    file, base = tmp_path / "mine.toml", ROOT / "train_configs/models/llama3_8b.toml"
+    segments = f"base = {str(base)!r}\n[recompute]\nmode = 'segment'\nk = 4\n"  # of which a plan takes no k
+    (tmp_path / "segments.toml").write_text(segments)
+    words = [word.format(tmp_path=tmp_path) for word in words]
     main(["rank", "--cluster=dgx_a100", *words, "--json", "--write", str(file), "--accept-risk"])
+    load_config([str(file), "--run.dry_run=true"])  # refuses no key
     [plan] = json.loads(capsys.readouterr().out)
     [first] = [pick for pick in plan["picks"] if "reason" in pick]
     written = read_model(str(file))
     job = written.job(read_hardware("dgx_a100"), plan["gpus"])
     prediction = predict(job.case(layout_of(written.config)))
     assert prediction.step == pytest.approx(first["step_seconds"], rel=1e-12)
+    assert written.config.recompute == job.recompute(layout_of(written.config))
     assert prediction.memory.total / 2**30 == pytest.approx(first["memory_gib"], rel=1e-12)
+
+
+def test_dials_leave_keys_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model=llama3_8b", "--gpus=4", "--sequence-length=8192", "--global-batch-size=64", "--dials", "--json"]
+    keys = []
+    for more in ([], ["--training.weights_dtype=float32"]):
+        main(["rank", "--cluster=dgx_a100", *FIXED[1:], *words, *more])
+        [plan] = json.loads(capsys.readouterr().out)
+        assert plan["dials"][-1]["step_seconds"] == pytest.approx(plan["best"][0]["step_seconds"])
+        keys.append({key.partition(" ")[0] for dialed in plan["dials"] for key in dialed["keys"]})
+    assert "training.weights_dtype" in keys[0]
+    assert "training.weights_dtype" not in keys[1]
 
 
 def test_dials_are_for_one_search() -> None:

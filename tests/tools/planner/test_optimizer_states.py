@@ -16,7 +16,7 @@ from torchllm.optim.eightbit import EightBitState
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.rounded import MOMENTS, RoundedState
 from torchllm.runtime.torch_compat import TorchDispatchMode
-from torchllm.tools.planner.optimizer_states import ROUNDED, rounding_bytes, with_optimizer_states
+from torchllm.tools.planner.optimizer_states import ROUNDED, with_optimizer_states
 from torchllm.tools.planner.software import TORCHLLM
 
 DENSE = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=48)
@@ -105,9 +105,11 @@ def test_rounding_moves_the_bytes_that_its_operations_do(state_dtype: str) -> No
 
 
 def test_every_number_that_is_rounded_has_its_price() -> None:
-    rounded = ROUNDED["bfloat16"]
-    training = Training(weights_dtype="bfloat16")
-    assert rounding_bytes(DENSE, Training(), Optimizer()) == 0
-    assert rounding_bytes(DENSE, training, Optimizer(state_dtype="bfloat16")) == 3 * rounded
-    assert rounding_bytes(DENSE, Training(), Optimizer(state_dtype="int8")) == 2 * ROUNDED["int8"]
-    assert rounded < rounding_bytes(DENSE, Training(), Optimizer(name="muon", state_dtype="bfloat16")) < 2 * rounded
+    def rounding(optimizer: Optimizer, training: Training) -> float:
+        return with_optimizer_states(TORCHLLM, DENSE, training, optimizer).rounding
+
+    rounded, training = ROUNDED["bfloat16"], Training(weights_dtype="bfloat16")
+    assert rounding(Optimizer(), Training()) == 0
+    assert rounding(Optimizer(state_dtype="bfloat16"), training) == 3 * rounded
+    assert rounding(Optimizer(state_dtype="int8"), Training()) == 2 * ROUNDED["int8"]
+    assert rounded < rounding(Optimizer(name="muon", state_dtype="bfloat16"), Training()) < 2 * rounded

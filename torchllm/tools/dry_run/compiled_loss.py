@@ -50,16 +50,16 @@ class _CompiledLoss(torch.autograd.Function):
 @contextmanager
 def compiled_cut_loss() -> Iterator[None]:
     """Have a head that is cut by vocabulary hold the tensors of a compiled loss, within a `with` block."""
-    of_single_operations = tensor.CutCrossEntropy
-    tensor.CutCrossEntropy = _CompiledCutLoss  # type: ignore[misc, assignment]
+    of_single_operations = tensor.cut_cross_entropy
+    tensor.cut_cross_entropy = _CompiledCutLoss.apply
     try:
         yield
     finally:
-        tensor.CutCrossEntropy = of_single_operations  # type: ignore[misc]
+        tensor.cut_cross_entropy = of_single_operations
 
 
 class _CompiledCutLoss(torch.autograd.Function):
-    """Sends what `CutCrossEntropy` sends, and keeps what `_CompiledLoss` keeps."""
+    """Sends what `cut_cross_entropy` sends, and keeps what `_CompiledLoss` keeps."""
 
     @staticmethod
     def forward(

@@ -5,7 +5,6 @@ from torchllm.facts.flops import recompute_interval
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Host
 from torchllm.tools.planner.compute import ELEMENT_BYTES
-from torchllm.tools.planner.optimizer_states import rounding_bytes
 
 
 def host_of(case: Case) -> Host:
@@ -28,7 +27,7 @@ def host_update_seconds(case: Case, parameters: float) -> float:
     host, software = host_of(case), case.software
     copied = 2 * software.shards + (software.kept or software.gradients)
     moments = 4.0 if case.optimizer.state_dtype == "bfloat16" else 8.0
-    in_memory = 2 * copied + 2 * moments + rounding_bytes(case.model, case.training, case.optimizer)
+    in_memory = 2 * copied + 2 * moments + software.rounding
     return parameters * max(copied / host.bandwidth, in_memory / host.memory_bandwidth)
 
 

@@ -27,7 +27,10 @@ def with_optimizer_states(software: Software, model: Model, training: Training, 
     if not optimizer.offload:
         moments = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, optimizer.state_dtype)
     entries = 1.0 if optimizer.ema_decay else 0.0
-    software = replace(software, states=software.states + moments - 2 * ENTRY + ENTRY * entries)
+    rounded = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, "float32") / ENTRY
+    rounding = rounded * ROUNDED[optimizer.state_dtype] + ROUNDED[training.weights_dtype]
+    states = software.states + moments - 2 * ENTRY + ENTRY * entries
+    software = replace(software, states=states, rounding=rounding)
     if training.weights_dtype == "bfloat16":
         software = replace(software, states=software.states - 2.0, shards=software.shards - 2.0, kept=2.0)
     return software
@@ -48,9 +51,3 @@ def bytes_of_moments(model: Model, optimizer: str, has_momentum: bool, state_dty
             entry = 1.0 + ENTRY / BLOCK
         total += moments * entry * math.prod(shape)
     return total / parameter_count(model)
-
-
-def rounding_bytes(model: Model, training: Training, optimizer: Optimizer) -> float:
-    """Return the bytes per parameter that a step moves to round moments and weights."""
-    moments = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, "float32") / ENTRY
-    return moments * ROUNDED[optimizer.state_dtype] + ROUNDED[training.weights_dtype]

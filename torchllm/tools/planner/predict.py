@@ -21,7 +21,6 @@ from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
 from torchllm.tools.planner.muon_time import muon_seconds
 from torchllm.tools.planner.offload import host_update_seconds
-from torchllm.tools.planner.optimizer_states import rounding_bytes
 from torchllm.tools.planner.parameters import (
     StageSize,
     different_views,
@@ -246,7 +245,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
 
     # The optimizer reads and writes its states, reads gradients and zeroes them, and writes the working copy.
     bytes_per_parameter = 2 * software.states + 2 * software.gradients + software.weights
-    bytes_per_parameter += rounding_bytes(case.model, case.training, case.optimizer)
+    bytes_per_parameter += software.rounding
     bytes_per_parameter *= trained_share(case.model)
     owners = shards.over_shards.size if case.parallel.zero >= 1 else 1
     updated = shards.parameters / owners

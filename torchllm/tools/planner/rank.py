@@ -52,7 +52,7 @@ class LogitBytes(NamedTuple):
 COMPILED_LOSS = LogitBytes(kept=2.0, forward=2.0, backward=4.0)
 """logits in 16 bits, then also their gradient"""
 CUT_LOSS = LogitBytes(kept=2.0, forward=6.0, backward=8.0)
-"""logits in 16 bits; also exponentials in float32; also the gradient in 16 bits: `parallel.tensor.CutCrossEntropy`"""
+"""logits in 16 bits; also exponentials in float32; also the gradient in 16 bits: `parallel.tensor.cut_cross_entropy`"""
 
 
 class BlockMemory(NamedTuple):

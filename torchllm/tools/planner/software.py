@@ -62,6 +62,8 @@ class Software:
     """a weight, as it is sent in an all-gather"""
     states: float = 12.0
     """master weight and moments"""
+    rounding: float = 0.0
+    """moved by a step to round moments and weights"""
     shards: float = 4.0
     """of `states`, a weight's shard (fsdp)"""
     trained: float = 1.0

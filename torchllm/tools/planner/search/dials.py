@@ -1,7 +1,7 @@
 """Find the keys that make a job fit or faster, at a price: dtypes, offload, chunks of the loss. No torch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -74,10 +74,10 @@ class DialedJob(NamedTuple):
     best: Ranked
 
 
-def dial_sets(job: Job) -> dict[tuple[str, ...], Job]:
+def dial_sets(job: Job, written: Collection[str] = ()) -> dict[tuple[str, ...], Job]:
     """Return the job with every set of dials, the smallest set first: at most 32, for five dials.
 
-    The keys are the dials' settings, sorted; the first is empty.
+    The keys are the dials' settings, sorted; the first is empty. written: keys that stay as the user set them.
     """
     found: dict[tuple[str, ...], Job] = {(): job}
     newest = found
@@ -85,20 +85,22 @@ def dial_sets(job: Job) -> dict[tuple[str, ...], Job]:
         larger = {}
         for settings, dialed in newest.items():
             for dial in dials(dialed):
+                if dial.setting.partition(" ")[0] in written:
+                    continue
                 larger[tuple(sorted((*settings, dial.setting)))] = dial.job
         found |= larger
         newest = larger
     return found
 
 
-def turn_dials(job: Job) -> list[DialedJob]:
+def turn_dials(job: Job, written: Collection[str] = ()) -> list[DialedJob]:
     """Return the job with no dial, then with more and more, each at least `WORTH` faster than all before it.
 
-    Empty if no layout fits, whatever the dials.
+    Empty if no layout fits, whatever the dials. written: as in `dial_sets`.
     """
     turned: list[DialedJob] = []
     enough = math.inf
-    for settings, dialed in dial_sets(job).items():
+    for settings, dialed in dial_sets(job, written).items():
         found = Search(within_risk(dialed), count=1, below=enough).find_best().best
         if found:
             turned.append(DialedJob(settings, dialed, found[0]))

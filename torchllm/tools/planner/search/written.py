@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -35,13 +35,6 @@ DEFAULT_DATA = [
     'kind = "stdlib"',
 ]
 """section of a written run whose model's file names no data"""
-DIALS = (
-    ("training", "loss_chunk"),
-    ("training", "weights_dtype"),
-    ("optimizer", "state_dtype"),
-    ("optimizer", "offload"),
-)
-"""keys that a plan may change; recompute.offload is written with its mode"""
 COMPILED_PARTS = ("norm", "block", "loss")
 SWEEP_STEPS = 12
 """steps of each run of a written sweep"""
@@ -99,16 +92,16 @@ def sections(model: PlannedModel, job: Job, layout: Layout) -> Tables:
     written = {
         "training": (run.training, ["micro_batch_size", "global_batch_size", "sequence_length"]),
         "parallel": (run.parallel, [*parallel, "scatter_gather"]),
-        "recompute": (run.recompute, ["mode", "offload"] if job.offloads_inputs else ["mode"]),
+        "recompute": (run.recompute, ["mode"]),
         "compile": (run.compile, COMPILED_PARTS),
     }
     for section, (config, keys) in written.items():
         tables.setdefault(section, {}).update({key: getattr(config, key) for key in keys})
-    for section, name in DIALS:
-        value = getattr(getattr(run, section), name)
-        if value != getattr(getattr(model.config, section), name):
-            tables.setdefault(section, {})[name] = value
-    return tables
+    for section in ("training", "optimizer", "recompute"):  # the keys that a plan may change besides
+        planned, base = getattr(run, section), getattr(model.config, section)
+        changed = [field.name for field in fields(base) if getattr(planned, field.name) != getattr(base, field.name)]
+        tables.setdefault(section, {}).update({name: getattr(planned, name) for name in changed})
+    return {section: keys for section, keys in tables.items() if keys}
 
 
 def header(target: Path, job: Job, ranked: Ranked, traced: int | None) -> list[str]:
