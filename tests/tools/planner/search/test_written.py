@@ -27,7 +27,7 @@ def test_a_written_run_names_both_figures_of_its_memory() -> None:
     assert lines[-2].endswith(" with uncompiled blocks, by a dry run 3.0.")
     assert memory.live < memory.total
     *_, without, _ = header(Path("run.toml"), planned, Ranked(layout, prediction), traced=None)
-    assert without.endswith(", not counted by a dry run, which ended with an error.")
+    assert without.endswith(", not counted by a dry run, which is refused.")
 
 
 def test_the_dry_run_of_a_written_run_counts_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

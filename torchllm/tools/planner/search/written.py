@@ -107,14 +107,14 @@ def sections(model: PlannedModel, job: Job, layout: Layout) -> Tables:
 def header(target: Path, job: Job, ranked: Ranked, traced: int | None) -> list[str]:
     """Return the comment on top of a written config: the layout, the launch command and the prediction.
 
-    traced: bytes of tensors by a dry run, None: there was none.
+    traced: bytes of tensors by a dry run, None: `--check`, or the dry run, refuses the config.
     """
     config, folder = quote(str(target)), quote(f"/shared/{target.stem}")
     launch = f"NPROC={job.gpus} ./run_train.sh {config}"
     if nodes_of(job) > 1:
         launch = f"srun --nodes={nodes_of(job)} ./run_train.sh {config} --run.folder={folder}"
     figures = layout_figures(job, ranked)
-    counted = f"by a dry run {traced / GIB:.1f}" if traced else "not counted by a dry run, which ended with an error"
+    counted = f"by a dry run {traced / GIB:.1f}" if traced else "not counted by a dry run, which is refused"
     lines = [
         f"# {ranked.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
         "#",
