@@ -95,7 +95,9 @@ SMALLER = {
         "steps = 220": "steps = 24",
     },
     "finetune.toml": {"epochs = 7.0": "epochs = 2.0"},
-    "docstrings.py": {"build_library(standard_library())": f"build_library(m for m in standard_library() if {FEW})"},
+    "docstrings.py": {
+        "build_library(standard_library())": f"build_library(module for module in standard_library() if {FEW})"
+    },
 }
 
 
