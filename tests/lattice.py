@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -167,6 +167,7 @@ MODEL_PARTS: dict[str | None, Settings] = {
     "gates of heads": {"model.attention_gate": "head"},
     "gpt-oss": {"model.sinks": True, "model.o_bias": True},
     "Gemma 4": {"model.v_norm": True, "model.softmax_scale": 1.0, "model.activation": "gelu_tanh"},
+    "nanochat": {"model.family": "nanochat", "model.qk_norm": "head", "model.logit_softcap": 1.5},
 }
 """settings of parts that no layout depends on, by the model that has them; None: none"""
 MIXER = "model.mixer"
@@ -225,7 +226,7 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
     **degrees(MOST_RANKS),
     **PARALLEL,
     **RECOMPUTE,
-    "model.family": get_args(c.Model.__annotations__["family"]),
+    "model.family": ("llama", "gpt"),  # nanochat: `MODEL_PARTS`
     "model.tied_embeddings": (False, True),
 }
 OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -291,6 +292,7 @@ class TinySpace(LayoutSpace):
                 return ()
             case "lora.rank":
                 matters = layout.get(EXPERTS) is None and is_llama and layout.get(KINDS) != HYBRID
+                matters = matters and layout.get(PARTS) != "nanochat"  # whose layers lack one of the targets
             case "model.mtp_depth" | "model.frozen":
                 matters = not layout.get("lora.rank")
             case "model.pattern" if not is_llama:
@@ -298,7 +300,7 @@ class TinySpace(LayoutSpace):
             case "model.mixer":
                 matters = not features.learned_positions
             case "model.experts":  # experts are SwiGLU layers
-                matters = features.gated_ffn and not features.biases
+                matters = features.gated_ffn and not features.biases and layout.get(PARTS) != "nanochat"
                 # With a norm after attention, what a fresh model's routers get is so small that the scores of several
                 # experts are one number in float32: which are chosen is rounding, unless they go by their logits.
                 if layout.get("model.norm_position") == "after":
@@ -373,7 +375,7 @@ class TinySpace(LayoutSpace):
 
 def needs_llama(settings: Settings) -> bool:
     """Return whether only a model of Llama's family has some settings."""
-    return not settings.keys().isdisjoint({"model.norm_offset", "model.activation", "model.o_bias"})
+    return not settings.keys().isdisjoint({"model.family", "model.norm_offset", "model.activation", "model.o_bias"})
 
 
 def kinds_of(layout: Layout) -> Kinds:

@@ -421,12 +421,14 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
     assert minimal.files <= 55  # one of 40 lines describes errors of the system, two register what tools read
-    assert minimal.lines <= 6_634  # 29 of them are docstrings of folders, 291 what parts of blocks declare
+    assert minimal.lines <= 6_640  # 29 of them are docstrings of folders, 291 what parts of blocks declare
     assert pretrain.files <= 119
-    assert pretrain.lines <= 14_275
+    assert pretrain.lines <= 14_281  # 6 for norms without weights
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 24_238  # 345: heads of files that few runs import
+    assert (
+        size_of(core_files()).lines <= 24_282
+    )  # 345: heads of files that few runs import; 44: norms without weights, squared ReLU
     assert 5_000 < size_of(spine_files()).lines <= 6_561  # the schema says what a key needs
 
 

@@ -23,7 +23,7 @@ from torchllm.tools.adapt.trial import synthetic_batches
 if TYPE_CHECKING:
     from benchmark.settings import BenchmarkConfig
 
-LLAMA = Features(norm="rms", gated_ffn=True, biases=False, learned_positions=False)
+LLAMA = Features(norm="rms", feed_forward="gated", biases=False, learned_positions=False)
 """features of torchtitan's model"""
 RECOMPUTE = ("none", "full", "selective_half")
 """modes of which torchtitan has one that saves the same, or as much"""

@@ -40,6 +40,9 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model.kv_heads": 3}, None, ["model.kv_heads"]),
     ({"model.head_dim": 3}, None, ["model.head_dim"]),
     ({"model.head_dim": 3, "model.family": "gpt"}, None, []),
+    ({"model.family": "nanochat", "model.qk_norm": "head"}, None, []),
+    ({"model.family": "nanochat", "model.qk_norm": "width"}, None, ["model.qk_norm"]),
+    ({"model.family": "nanochat", "model.experts": 4}, None, ["model.experts"]),
     ({"training.sequence_length": 4096}, None, []),
     ({"training.sequence_length": 4096, "model.family": "gpt"}, None, ["training.sequence_length"]),
     (

@@ -48,6 +48,7 @@ MODELS = {
     "qwen3-next": replace(TINY, mixer="gated_delta", delta_value_dim=6),
     "gpt": replace(TINY, family="gpt"),
     "gpt-tied": replace(TINY, family="gpt", tied_embeddings=True),
+    "nanochat": replace(TINY, family="nanochat", qk_norm="head"),
 }
 
 

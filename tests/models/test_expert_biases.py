@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from torchllm.models.activations import clamped_silu_gated
 from torchllm.models.grouped_products import add_bias
-from torchllm.models.layers import clamped_silu_gated
 
 pytestmark = pytest.mark.quick
 ENDS = torch.tensor([0, 3, 3, 7], dtype=torch.int32)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.operations import Operations
 from torchllm.config import Model
-from torchllm.models.gpt_layers import GELUFeedForward, LayerNorm
+from torchllm.models.gpt_layers import LayerNorm, UngatedFeedForward
 from torchllm.models.layers import (
     RMSNorm,
     SwiGLU,
@@ -104,13 +104,18 @@ def test_feed_forward_layers_are_their_formulas() -> None:
     torch.testing.assert_close(geglu(x).double(), expected, **tolerance)
 
     with_biases = replace(MODEL, family="gpt")
-    gelu = filled(GELUFeedForward(with_biases))
+    gelu = filled(UngatedFeedForward(with_biases))
     double = copy.deepcopy(gelu).double()
     h = F.linear(wide, double.up_proj.weight, double.up_proj.bias)
     tanh = torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))
     h = 0.5 * h * (1 + tanh)
     expected = F.linear(h, double.down_proj.weight, double.down_proj.bias)
     torch.testing.assert_close(gelu(x).double(), expected, **tolerance)
+
+    squared = filled(UngatedFeedForward(replace(MODEL, family="nanochat")))
+    double = copy.deepcopy(squared).double()
+    expected = (wide @ double.up_proj.weight.T).clamp(min=0).square() @ double.down_proj.weight.T
+    torch.testing.assert_close(squared(x).double(), expected, **tolerance)
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])

@@ -80,6 +80,7 @@ MODELS = {
         shared_experts=1,
         shared_gate=True,
     ),
+    "nanochat": Model(family="nanochat", qk_norm="head", logit_softcap=15.0, **SIZES),
     "learned positions": Model(family="gpt", tied_embeddings=True, **SIZES),
     "experts by sigmoid scores": Model(
         experts=6, router_score="sigmoid", router_bias=True, qk_norm="width", rotary_fraction=0.5, **SIZES

@@ -168,17 +168,29 @@ class Features(NamedTuple):
 
     norm: Literal["rms", "layer"]
     """rms: RMSNorm, which has a weight; layer: LayerNorm, which has a weight and a bias"""
-    gated_ffn: bool
-    """SwiGLU, three matrices: down(silu(gate(x)) * up(x)); False: GELU, two matrices: down(gelu(up(x)))"""
+    feed_forward: Literal["gated", "gelu", "relu2"]
+    """gated: three matrices, down(act(gate(x)) * up(x)), where act is model.activation (SwiGLU); gelu and relu2: two,
+    down(gelu(up(x))) and down(relu(up(x))^2)"""
     biases: bool
     """the matrices of attention and of the feed-forward layer have biases, all of them"""
     learned_positions: bool
     """a learned position is added to each token's embedding; False: rotary positions turn q and k (RoPE)"""
+    norm_weights: bool = True
+    """norms of hidden states, queries and keys have weights"""
+    normed_embeddings: bool = False
+    """a norm is before the first block"""
+
+    @property
+    def gated_ffn(self) -> bool:
+        """Whether the feed-forward layer has three matrices, one of them a gate."""
+        return self.feed_forward == "gated"
 
 
+LLAMA_FEATURES = Features(norm="rms", feed_forward="gated", biases=False, learned_positions=False)
 FAMILIES = {
-    "llama": Features(norm="rms", gated_ffn=True, biases=False, learned_positions=False),
-    "gpt": Features(norm="layer", gated_ffn=False, biases=True, learned_positions=True),
+    "llama": LLAMA_FEATURES,
+    "gpt": Features(norm="layer", feed_forward="gelu", biases=True, learned_positions=True),
+    "nanochat": LLAMA_FEATURES._replace(feed_forward="relu2", norm_weights=False, normed_embeddings=True),
 }
 
 
@@ -196,8 +208,9 @@ class Model:
     from_hf: Annotated[PathOrName, INITIAL] = ""
     """published model whose sizes and weights a fresh run starts with: a folder with config.json, or an id of the
     Hugging Face Hub, ORG/NAME or ORG/NAME@REVISION; empty: the sizes below, and random weights"""
-    family: Literal["llama", "gpt"] = "llama"
-    """llama: RMSNorm, RoPE, SwiGLU, no biases; gpt: LayerNorm, learned positions, GELU, biases"""
+    family: Literal["llama", "gpt", "nanochat"] = "llama"
+    """llama: RMSNorm, RoPE, SwiGLU, no biases; gpt: LayerNorm, learned positions, GELU, biases; nanochat: RMSNorm
+    without weights, also of the embeddings, RoPE, squared ReLU without a gate, no biases"""
     layers: Count = 4
     """blocks (L)"""
     pattern: Annotated[tuple[str, ...], BUILD] = ()
@@ -946,7 +959,7 @@ class Compile:
     """Parts that torch.compile fuses; on a CPU it needs a C++ compiler."""
 
     key_notes: ClassVar = (PARALLELIZE,)
-    norm: Annotated[bool, Needs("RMSNorm (family llama): LayerNorm is one kernel already")] = False
+    norm: Annotated[bool, Needs("RMSNorm (family llama or nanochat): LayerNorm is one kernel already")] = False
     """the norms, each one kernel"""
     block: Switch = "auto"
     """each block (compiled once, as all blocks are equal); auto: on a GPU with a compiler, if the layout allows it"""

@@ -42,8 +42,9 @@ class Attention(Mixer):
         self.q_width_norm: nn.Module | None = None
         self.k_width_norm: nn.Module | None = None
         if model.qk_norm == "head":  # one weight for all heads, replicated over tp
-            self.q_norm = RMSNorm(model.head_width, model.norm_epsilon, model.norm_offset)
-            self.k_norm = RMSNorm(model.head_width, model.norm_epsilon, model.norm_offset)
+            options = model.norm_epsilon, model.norm_offset, model.features.norm_weights
+            self.q_norm = RMSNorm(model.head_width, *options)
+            self.k_norm = RMSNorm(model.head_width, *options)
         elif model.qk_norm == "width":  # other names, because these weights are sharded over tp with the heads
             self.q_width_norm = RMSNorm(q_width, model.norm_epsilon, model.norm_offset)
             self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon, model.norm_offset)

@@ -105,6 +105,7 @@ class Decoder(nn.Module):
         self.embed_positions: nn.Module | None = None
         if model.features.learned_positions:
             self.embed_positions = nn.Embedding(model.max_sequence_length, model.hidden)
+        self.embed_norm: nn.Module | None = build_norm(model) if model.features.normed_embeddings else None
         self.layers = nn.ModuleDict({str(index): build_block(model, index) for index in range(model.blocks)})
         self.norm: nn.Module | None = build_norm(model)
         self.lm_head: Head | None = Head(model, loss_chunk, z_loss)
@@ -158,6 +159,8 @@ class Decoder(nn.Module):
         """Return the input of the first block, given the embeddings (B, S, D)."""
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         if self.model.experts and torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # with frozen embeddings: routers count tokens in their backward pass
         return x

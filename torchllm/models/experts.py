@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchllm.config import Model
+from torchllm.facts.parts.part import found
 from torchllm.models.grouped_products import add_bias, grouped_linear
 from torchllm.models.layers import GATED, SwiGLU, widened
 from torchllm.models.router_penalties import (
@@ -244,7 +245,7 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(experts, hidden)) if has_biases else None
         self.local: Callable[[Tensor], Tensor] = lambda weight: weight
         """replaceable: the part of a sharded weight that is on this rank"""
-        self.gated = GATED[model.activation]
+        self.gated: Callable[[Tensor, Tensor], Tensor] = found(GATED[model.activation])
         """replaceable: `parallel/compile.py`"""
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:

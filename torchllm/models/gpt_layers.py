@@ -1,4 +1,4 @@
-"""Norm and feed-forward layer of GPT. Shapes: as in `layers.py`."""
+"""LayerNorm, and feed-forward layers of two matrices. Shapes: as in `layers.py`."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchllm.config import Model
+from torchllm.models.activations import gelu, squared_relu
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -29,15 +30,20 @@ class LayerNorm(nn.Module):
         return self.kernel(x, self.weight, self.bias, self.epsilon)
 
 
-class GELUFeedForward(nn.Module):
-    """Computes down(gelu(up(x))), the feed-forward layer of GPT, with the tanh form of GELU (arXiv 1606.08415)."""
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "relu2": squared_relu}
+"""functions between the two matrices, by `model.features.feed_forward`"""
+
+
+class UngatedFeedForward(nn.Module):
+    """Computes down(act(up(x))), the feed-forward layer of GPT (GELU) and nanochat (squared ReLU)."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         bias = model.features.biases
         self.up_proj = nn.Linear(model.hidden, model.ffn, bias=bias)
         self.down_proj = nn.Linear(model.ffn, model.hidden, bias=bias)
+        self.act = UNGATED[model.features.feed_forward]
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token: (B, S, D) -> (B, S, D)."""
-        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+        return self.down_proj(self.act(self.up_proj(x)))

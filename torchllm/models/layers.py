@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
 def build_norm(model: Model) -> nn.Module:
     """Return the norm of the residual stream, by `model.features.norm`, with uninitialized weights."""
     if model.features.norm == "rms":
-        return RMSNorm(model.hidden, model.norm_epsilon, model.norm_offset)
+        return RMSNorm(model.hidden, model.norm_epsilon, model.norm_offset, model.features.norm_weights)
     norm: nn.Module = found("torchllm.models.gpt_layers:LayerNorm")(model.hidden, model.norm_epsilon)
     return norm
 
@@ -64,10 +64,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
 
 
 def build_feed_forward(model: Model) -> nn.Module:
-    """Return the dense feed-forward layer, by `model.features.gated_ffn`, with uninitialized weights."""
+    """Return the dense feed-forward layer, by `model.features.feed_forward`, with uninitialized weights."""
     if model.features.gated_ffn:
         return SwiGLU(model, model.ffn)
-    layer: nn.Module = found("torchllm.models.gpt_layers:GELUFeedForward")(model)
+    layer: nn.Module = found("torchllm.models.gpt_layers:UngatedFeedForward")(model)
     return layer
 
 
@@ -76,24 +76,10 @@ def silu_gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gelu(gate) * up, of tensors of one shape, with the tanh form of GELU (arXiv 1606.08415)."""
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def clamped_silu_gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up from -7 to 7 (gpt-oss).
-
-    The published models have these constants; x * sigmoid(1.702 x) approximates GELU (arXiv 1606.08415).
-    """
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(gate * 1.702) * (up + 1.0)
-
-
-GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": silu_gated,
-    "gelu_tanh": gelu_gated,
-    "clamped_silu": clamped_silu_gated,
+GATED = {
+    "silu": "torchllm.models.layers:silu_gated",
+    "gelu_tanh": "torchllm.models.activations:gelu_gated",
+    "clamped_silu": "torchllm.models.activations:clamped_silu_gated",
 }
 """functions of gate and up, by `model.activation`"""
 
@@ -110,7 +96,7 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(model.hidden, width, bias=bias)
         self.up_proj = nn.Linear(model.hidden, width, bias=bias)
         self.down_proj = nn.Linear(width, model.hidden, bias=bias)
-        self.gated = GATED[model.activation]
+        self.gated: Callable[[Tensor, Tensor], Tensor] = found(GATED[model.activation])
         """replaceable: `parallel/compile.py`"""
 
     def forward(self, x: Tensor) -> Tensor:

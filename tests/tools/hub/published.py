@@ -305,6 +305,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": [FULL, LINEAR, LINEAR, FULL], "rms_norm_eps": 1e-2}
         | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
     ),
+    "nanochat": ("NanoChatConfig", SIZES | NO_ENDS),
+    "nanochat-linear": (
+        "NanoChatConfig",
+        SIZES
+        | NO_ENDS
+        | {"num_key_value_heads": 4, "rms_norm_eps": 1e-2, "final_logit_softcapping": 1.5}
+        | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""

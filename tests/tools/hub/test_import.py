@@ -102,6 +102,8 @@ MORE_LAYOUTS = [
     ("ernie4.5", ("cp", "tp"), "uneven"),
     ("ernie4.5-moe", ("sp", "zero1"), "stacked"),
     ("olmo-hybrid-nope", ("cp", "fsdp"), "uneven"),
+    ("nanochat", ("sp", "zero1"), "uneven"),
+    ("nanochat-linear", ("cp", "v"), "tied"),
 ]
 
 
@@ -394,6 +396,8 @@ MORE_TRAINED = [
     ("qwen2-moe", ("tp",), "uneven"),
     ("ernie4.5", ("sp",), "uneven"),
     ("ernie4.5-moe", ("tp",), "uneven"),
+    ("nanochat", ("sp",), "uneven"),
+    ("nanochat-linear", ("1f1b",), ""),
 ]
 
 

@@ -19,7 +19,7 @@ from torchllm.tools.hub.missing_parts import PARTS, is_on, missing_parts
 NO_DEFAULT = {"gemma4_assistant"}
 """types without a default config, which is an error in transformers 5.24"""
 MOST_LINES = 6
-LONGEST_LINE = 440
+LONGEST_LINE = 450
 """characters, also with the names of all families"""
 
 

@@ -102,6 +102,7 @@ MODELS = {
         pattern=("delta", "full"),
         kinds=c.Kinds(delta=DELTA, full={"norm_position": "after"}),
     ),
+    "nanochat": c.Model(**SIZES, layers=1, family="nanochat", qk_norm="head"),
     "Ministral 3": c.Model(
         **SIZES, layers=1, rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_length=64, rope_query_scale=0.7
     ),

@@ -1,13 +1,9 @@
 """Attention with grouped heads (Ainslie et al. 2023, arXiv 2305.13245): the mixer of most models."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, WeightProduct, linear, product_of
-
-if TYPE_CHECKING:
-    from torchllm.facts.parts.costs import MixerCosts, RankShare
+from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, WeightProduct, found, linear, product_of
 
 
 def _query_shape(view: Model) -> Shape:
@@ -22,7 +18,7 @@ def _norm(name: str, kind: str, cut: Cut, width: Callable[[Model], int]) -> Part
     """Return the weight of a norm of queries or keys, which models with this model.qk_norm have."""
     return PartParameter(
         name=f"self_attn.{name}.weight",
-        shape=lambda view: (width(view),) if view.qk_norm == kind else None,
+        shape=lambda view: (width(view),) if view.qk_norm == kind and view.features.norm_weights else None,
         cut=cut,
         start="identity",
         role="vector",
@@ -41,34 +37,10 @@ def _products(view: Model) -> list[WeightProduct]:
     return [*(product_of(name, shapes[name]) for name in before if name in shapes), output]
 
 
-def costs(view: Model, share: "RankShare") -> "MixerCosts":
-    """Return what softmax attention costs, whatever its queries, keys and values are made of."""
-    from torchllm.facts.parts.costs import MixerCosts  # of no use to a run
-
-    queries = view.heads * view.head_width / share.tp
-    keys = view.kv * view.head_width / share.tp
-    has_ulysses = share.cp > 1 and not share.ring
-    is_normed = view.qk_norm != "none"
-    of_values = "k_proj" if view.keys_as_values else "v_proj"
-    return MixerCosts(
-        inputs=queries + 2 * keys,
-        results=queries,
-        kept=2.0 * queries * has_ulysses,  # the results in both arrangements
-        keeps_results=() if view.v_norm else (of_values,),
-        heads=view.heads / share.tp,
-        turned=(queries + keys) * view.has_rotary_positions,
-        copied=(queries + keys) * (1.5 if view.rope_interleaved else 1.0) + queries * (view.rope_query_scale > 0),
-        normed=(queries + keys) * is_normed,
-        normed_without_weight=keys * view.v_norm,
-        normed_results=("q_proj", "k_proj") * is_normed + (of_values,) * view.v_norm,
-        gated=queries * (view.attention_gate != "none"),
-        gates={"none": 0.0, "element": queries, "head": view.heads / share.tp}[view.attention_gate],
-        turns=2 * keys,
-    )
-
-
 def _problems(view: Model) -> Iterator[tuple[str, str]]:
-    """Yield the kernels that do not combine with options of attention."""
+    """Yield the options of attention that do not go together."""
+    if view.qk_norm == "width" and not view.features.norm_weights:
+        yield "qk_norm", f'model.family = "{view.family}" has norms without weights, which are per head here: "head"'
     if view.sinks and view.attention == "flash":
         yield "attention", "flash drops the gradient of the log-sum-exp, which sinks need: use sdpa, or eager"
     if view.sinks and view.attention == "flex":
@@ -112,7 +84,7 @@ PART = BlockPart(
     ),
     products_in_order=_products,
     problems=_problems,
-    costs=costs,
+    costs=lambda view, share: found("torchllm.facts.parts.attention_costs:costs_of_attention")(view, share),
     core_flops=lambda view, keys: 4 * view.heads * view.head_width * keys,
     context="torchllm.parallel.context:share_attention",
 )

@@ -1,4 +1,4 @@
-"""The dense feed-forward layer: SwiGLU, three matrices, or GELU, two (`Features.gated_ffn`)."""
+"""The dense feed-forward layer: three matrices with a gate, or two (`Features.feed_forward`)."""
 
 from torchllm.config import Model
 from torchllm.facts.parts.part import BlockPart, linear

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchllm.config import Model
-from torchllm.facts.parts import attention
+from torchllm.facts.parts.attention_costs import costs_of_attention
 from torchllm.facts.parts.costs import MixerCosts, RankShare
 from torchllm.facts.parts.part import BlockPart, PartParameter, linear
 
@@ -45,7 +45,7 @@ def _costs(view: Model, share: RankShare) -> MixerCosts:
     before_norms = (view.latent_q_width + latent) / share.spread
     # With tp they are one tensor; else the turned features are a part of the keys, and hidden states are kept anyway.
     inputs = _gathered(view) if share.tp > 1 else view.latent_q_width + view.latent_kv_width
-    of_attention = attention.costs(view, share)
+    of_attention = costs_of_attention(view, share)
     kept = 2.0 * (before_norms + inputs + view.heads * view.v_head_dim / share.tp)
     return replace(
         of_attention, kept=of_attention.kept + kept, keeps_results=("q_a_proj", "kv_a_proj"), latents=_gathered(view)

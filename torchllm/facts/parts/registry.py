@@ -78,7 +78,11 @@ def _of_library(name: str) -> BlockPart:
 def norm(name: str) -> tuple[PartParameter, PartParameter]:
     """Return weight and bias of a norm of the residual stream; an RMSNorm has no bias."""
     weight = PartParameter(
-        name=f"{name}.weight", shape=lambda view: (view.hidden,), cut="whole", start="identity", role="vector"
+        name=f"{name}.weight",
+        shape=lambda view: (view.hidden,) if view.features.norm_weights else None,
+        cut="whole",
+        start="identity",
+        role="vector",
     )
     bias = PartParameter(
         name=f"{name}.bias",

@@ -224,7 +224,7 @@ IN_OTHER_WORDS: dict[str, IsMet] = {
     ROTARY.words: _has_rotary_positions,
     SCALED: lambda config: _has_rotary_positions(config) and config.model.rope_scaling_factor > 1,
     "a model.family whose matrices have no biases yet, as llama": lambda config: not config.model.features.biases,
-    "RMSNorm (family llama): LayerNorm is one kernel already": lambda config: (
+    "RMSNorm (family llama or nanochat): LayerNorm is one kernel already": lambda config: (
         config.model.features.norm == "rms" or config.model.qk_norm != "none"
     ),
     "model.experts over 0, and model.from_hf or checkpoint.initial": _upcycles,

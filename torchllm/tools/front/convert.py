@@ -121,10 +121,11 @@ FORMER_NAMES = {
 OPTIMIZERS = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"), "adamw")
 OPTIMIZERS["sgd"] = "sgd"
 """Our names of optimizers by theirs; those with states of 8 bits are others."""
-NANOCHAT_DIFFERS = (
-    "the architecture differs: squared ReLU, value embeddings, a soft cap of the logits and windows by a pattern are"
-    " not in our models, so the losses of both will differ"
-)
+DIFFERENT_MODELS = {
+    "nanochat": "the architecture differs: value embeddings are not in our models, and its windows and the soft cap of"
+    " its logits are not read (model.pattern, model.logit_softcap), so the losses of both will differ"
+}
+"""programs whose models cannot be built here, with the reason"""
 
 
 def converted_config(file: str, gpus: int = 0) -> str:
@@ -481,7 +482,8 @@ def _nanochat_model(their: Foreign) -> Settings:
     depth, width = int(their.get("depth")), int(their.get("head_dim"))
     heads = math.ceil(depth * int(their.get("aspect_ratio")) / width)
     sizes = {"layers": depth, "hidden": heads * width, "heads": heads, "head_dim": width, "ffn": 4 * heads * width}
-    return {f"model.{key}": value for key, value in sizes.items()}
+    form = {"family": "nanochat", "qk_norm": "head"}
+    return {f"model.{key}": value for key, value in (form | sizes).items()}
 
 
 def _nanochat_steps(their: Foreign) -> Settings | str:
@@ -769,8 +771,8 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[Remark]]:
             if item != first.value and key not in absent:
                 text = f"{origin}: {ours} is {_short(first.value)} by {first.origin}"
                 remarks.append(Remark(text, 1 if changes else 2))
-    if their.program == "nanochat":
-        remarks.append(Remark(NANOCHAT_DIFFERS, 0))
+    if their.program in DIFFERENT_MODELS:
+        remarks.append(Remark(DIFFERENT_MODELS[their.program], 0))
     return settings, remarks
 
 

@@ -160,9 +160,9 @@ def stored_per_token(
     if software.keeps_gathered:
         feeds = 2.0 * width.hidden
     costs = mixer_costs(model, piece)
-    norm = _norm_bytes(keeps_input_of_norm(model, kernels)) * width.local
+    norm = _norm_bytes(keeps_input_of_norm(model, kernels), model.features.norm_weights) * width.local
     qk_norms = _norm_bytes(keeps_input_of_qk_norm(model, piece, kernels)) * costs.normed
-    qk_norms += (2.0 if kernels.fuses_qk_norm(model, piece.tp) else 4.0) * costs.normed_without_weight
+    qk_norms += _norm_bytes(kernels.fuses_qk_norm(model, piece.tp), has_weight=False) * costs.normed_without_weight
     inner = 4.0 * width.ffn
     if model.features.gated_ffn:
         inner = (6.0 + (0.0 if kernels.compiled else unfused_gate_bytes(model))) * width.ffn
@@ -226,9 +226,13 @@ def keeps_input_of_qk_norm(model: Model, piece: Piece, kernels: Kernels) -> bool
     return kernels.fuses_qk_norm(model, piece.tp) or (model.norm_offset and not is_cut)
 
 
-def _norm_bytes(fused: bool) -> float:
-    """Return the bytes per feature that a norm keeps: the input; or it, and its normalized self in float32."""
-    return 2.0 if fused else 8.0
+def _norm_bytes(keeps_input: bool, has_weight: bool = True) -> float:
+    """Return the bytes per feature that a norm keeps: the input; or it in float32, and for a weight its normalized
+    self too.
+    """
+    if keeps_input:
+        return 2.0
+    return 8.0 if has_weight else 4.0
 
 
 def block_products(

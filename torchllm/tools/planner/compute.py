@@ -375,8 +375,9 @@ COPY_BYTES = 8.0
 """bytes per element of two copies that are as wide as q and k, each read and written in 16 bits"""
 GATED_BYTES, GATED_BYTES_FUSED = PerPass(10.0, 18.0), PerPass(6.0, 10.0)
 """bytes per feature that SwiGLU moves between the products, in single kernels and in one"""
-UNGATED_BYTES = PerPass(4.0, 6.0)
-"""bytes per feature that an activation without a gate moves: it reads one number, its gradient two"""
+UNGATED_BYTES, SQUARED_RELU_BYTES = PerPass(4.0, 6.0), PerPass(8.0, 20.0)
+"""bytes per feature that an activation without a gate moves, in one kernel: it reads one number, its gradient two; and
+those of ReLU and its square in single kernels, two forward and four backward"""
 BACKWARD_KERNELS = 1.5
 """number of elementwise kernels of a backward, relative to its forward"""
 
@@ -423,9 +424,10 @@ def elementwise(
 
 def _activation_bytes(model: Model, is_fused: bool) -> PerPass:
     """Return the bytes per feature that the feed-forward layer moves between its products."""
-    if not model.features.gated_ffn:
-        return UNGATED_BYTES
-    return GATED_BYTES_FUSED if is_fused else GATED_BYTES
+    if model.features.gated_ffn:
+        return GATED_BYTES_FUSED if is_fused else GATED_BYTES
+    has_single_kernels = model.features.feed_forward == "relu2" and not is_fused
+    return SQUARED_RELU_BYTES if has_single_kernels else UNGATED_BYTES
 
 
 def kernel_count(model: Model, costs: MixerCosts, fused: bool, unfused_norm: bool, dropout: bool) -> int:
@@ -443,7 +445,7 @@ def kernel_count(model: Model, costs: MixerCosts, fused: bool, unfused_norm: boo
     if not costs.turned:
         rotary = 0
     activation = 1
-    if model.features.gated_ffn and not fused:
+    if model.features.feed_forward != "gelu" and not fused:
         activation = 2
     return norms + residuals + copies + rotary + activation + gate
 
@@ -510,14 +512,17 @@ EMBEDDING_KERNELS = PerPass(2, 4)
 
 
 def embedding_seconds(model: Model, piece: Piece, software: Software, hardware: Hardware) -> EmbeddingSeconds:
-    """Return the times of the look-up and of its gradient.
+    """Return the times of the look-up and of its gradient, with those of a norm of the embeddings.
 
     The gradient is a whole table of zeros; rows are added to it, and then it is added to the step's sum.
     """
     table = model.vocab * model.hidden
     elements = table / piece.tp if software.vocab_parallel else table
-    rows = EMBEDDING_BYTES * piece.tokens * model.hidden
-    scattered = rows + (ZEROED_TABLE_BYTES + 2 * software.gradients) * elements
+    numbers = piece.tokens * model.hidden
+    normed = numbers / piece.spread * model.features.normed_embeddings
+    rows = EMBEDDING_BYTES * numbers + FUSED_NORM.forward * normed
+    scattered = EMBEDDING_BYTES * numbers + FUSED_NORM.backward * normed
+    scattered += (ZEROED_TABLE_BYTES + 2 * software.gradients) * elements
     return EmbeddingSeconds(
         look_up=Seconds(elementwise=memory_seconds(rows, hardware), kernels=EMBEDDING_KERNELS.forward),
         gradient=Seconds(elementwise=memory_seconds(scattered, hardware), kernels=EMBEDDING_KERNELS.backward),

@@ -47,6 +47,8 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     held, ends, logits, of_head, deferred_by_head = blocks.held, 0.0, 0.0, 0.0, 0.0
     deferred = stage.total([block.deferred for block in of_blocks])
     held += tokens * 8.0 * turned_features(model, stage)  # cosine and sine in float32
+    if stage.first and model.features.normed_embeddings:
+        held += of_blocks[0].norm
     if stage.last:
         if rank.has_gradients_in_forward and not rank.is_frozen:
             of_head = rank.model.predictions * software.temporary_gradients * rank.table

@@ -109,6 +109,8 @@ class TensorRule(NamedTuple):
     groups: Callable[[Model], int] | None = None
     """returns the number of groups of rows, given the view of the block: the rows of several names lie in turns, the
     first group of each, then the second of each. None: one after the other"""
+    swaps: bool = False
+    """each two groups are the other way round: halves of heads whose rotary positions turn backwards (nanochat)"""
     mixer: str = ""
     """model.mixer of the blocks that the rule is for; empty: all. Mixers share names, and the first rule counts"""
     is_convolution: bool = False
@@ -340,7 +342,7 @@ def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Sha
     """Return the tensors of a rule for one block. groups: of rows, in turns."""
     shape = shapes[names[0]]
     if ".experts." not in names[0]:
-        parts = _parts_of_tensor(names, shapes, groups)
+        parts = _parts_of_tensor(names, shapes, groups, rule.swaps)
         whole = (parts[-1].first_row + parts[-1].rows, *((1,) if rule.is_convolution else ()), *shape[1:])
         stored_shape = (1, *whole) if rule.is_row else whole[::-1] if rule.is_transposed else whole
         key, is_vector = rule.key.format(block), rule.is_row
@@ -361,14 +363,14 @@ def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Sha
     return tensors
 
 
-def _parts_of_tensor(names: list[str], shapes: dict[str, Shape], groups: int) -> tuple[StoredPart, ...]:
+def _parts_of_tensor(names: list[str], shapes: dict[str, Shape], groups: int, swaps: bool) -> tuple[StoredPart, ...]:
     """Return the places of parameters that lie one after the other in a tensor, group by group."""
     parts = []
     first_row = 0
     for group in range(groups):
         for name in names:
             rows = shapes[name][0] // groups
-            parts.append(StoredPart(name, first_row, rows, group=group, groups=groups))
+            parts.append(StoredPart(name, first_row, rows, group=group ^ swaps, groups=groups))
             first_row += rows
     return tuple(parts)
 

@@ -16,6 +16,7 @@ from torchllm.tools.hub.families.llama import LLAMA
 from torchllm.tools.hub.families.minimax_m2 import MINIMAX_M2
 from torchllm.tools.hub.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from torchllm.tools.hub.families.mixtral import MIXTRAL
+from torchllm.tools.hub.families.nanochat import NANOCHAT
 from torchllm.tools.hub.families.olmo2 import OLMO2
 from torchllm.tools.hub.families.olmo3 import OLMO3
 from torchllm.tools.hub.families.olmo_hybrid import OLMO_HYBRID
@@ -34,7 +35,7 @@ HUB_FAMILIES: dict[str, HubFamily] = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL, MINISTRAL3),
         *(GEMMA2, GEMMA3, GEMMA4, GRANITE, SEED_OSS, ERNIE4_5),
-        *(GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE),
+        *(NANOCHAT, GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE),
         *(MINIMAX_M2, HY_V3, GPT_OSS, ERNIE4_5_MOE),
         *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID),
     )

@@ -1,0 +1,29 @@
+"""Functions between the matrices of a feed-forward layer, beside SwiGLU's (`layers.py`). All are elementwise."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, of tensors of one shape, with the tanh form of GELU (arXiv 1606.08415)."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_silu_gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up from -7 to 7 (gpt-oss).
+
+    The published models have these constants; x * sigmoid(1.702 x) approximates GELU (arXiv 1606.08415).
+    """
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(gate * 1.702) * (up + 1.0)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Return the tanh form of GELU (arXiv 1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2 (Primer: So et al. 2021, arXiv 2109.08668)."""
+    return F.relu(x).square()
