@@ -429,7 +429,7 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert (
         size_of(core_files()).lines <= 24_282
     )  # 345: heads of files that few runs import; 44: norms without weights, squared ReLU
-    assert 5_000 < size_of(spine_files()).lines <= 6_561  # the schema says what a key needs
+    assert 5_000 < size_of(spine_files()).lines <= 6_564  # the schema says what a key needs, and what a family has
 
 
 def test_low_rank_updates_are_a_use_of_trained_parameters() -> None:
