@@ -66,7 +66,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     memory = Stage(held, ends, of_head, logits, deferred, deferred_by_head, {})
     for kind in kinds:
         if kind == "F":
-            moments = _forward(rank, stage, memory)
+            moments = _forward(rank, stage, memory, blocks)
         elif kind == "W":
             moments = _weight_gradients(rank, stage, memory)
         else:
@@ -115,7 +115,7 @@ def _head_gather(rank: Rank, memory: Stage, last_block: BlockMemory) -> Memory:
     return Memory(gathered=gathered, temporary=temporary, logits=-memory.logits, activations=-memory.of_head)
 
 
-def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
+def _forward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage) -> Iterator[Memory]:
     """Yield the moments of a forward pass."""
     previous = _previous_reduction(rank)
     last_block = rank.last_block(stage)
@@ -150,23 +150,26 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     kept = 0  # blocks of the forward before that are still gathered; if sums of gradients exist, a backward is larger
     if rank.is_frozen and _has_two_in_flight(rank, stage):
         kept = min(stage.blocks - 1, int(rank.parallel.keep_last_block))
-    gathered = rank.per_use * (_most_gathered(rank, stage, stage.blocks - kept) + kept * last_block.whole)
+    held = Memory(temporary=previous, activations=-memory.ends, logits=-memory.logits)
     if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
-        gathered += rank.per_use * rank.table
-    yield Memory(gathered=gathered, temporary=previous, activations=-memory.ends, logits=-memory.logits)
+        held = held.plus(Memory(gathered=rank.per_use * rank.table))
+    yield held.plus(_copied_out(rank, stage, blocks, stage.blocks - kept, kept * last_block.whole))
+    yield held.plus(Memory(gathered=rank.per_use * (last_block.whole + last_block.unit.whole)))  # its buffer stays
 
 
-def _most_gathered(rank: Rank, stage: StageSize, end: int) -> float:
-    """Return the parameters gathered at most in a forward of the blocks before `end`, buffers included.
+def _copied_out(rank: Rank, stage: StageSize, blocks: ActivationsOfStage, end: int, kept: float) -> Memory:
+    """Return the largest moment of the blocks before `end` in which one is copied out of its buffer.
 
-    A block is copied out of its buffer, while those ahead of it are gathered into theirs.
+    Those ahead of it are gathered into theirs; neither it nor they have activations yet. kept: parameters of blocks
+    that are still gathered.
     """
-    most = 0.0
+    moments = []
     for position in range(end):
         block = rank.block(stage, position)
         ahead = rank.block_parameters(stage, position, min(end, position + 1 + rank.parallel.prefetch))
-        most = max(most, ahead.whole + block.whole + block.rearranged)
-    return most
+        gathered = rank.per_use * (ahead.whole + block.whole + block.rearranged + kept)
+        moments.append(Memory(gathered=gathered, activations=-blocks.freed(stage, stage.blocks - position)))
+    return max(moments, key=lambda moment: moment.total)
 
 
 def _has_two_in_flight(rank: Rank, stage: StageSize) -> bool:
