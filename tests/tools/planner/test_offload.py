@@ -9,7 +9,7 @@ from tests.tools.planner.test_predict import case
 from torchllm.config import Optimizer, Recompute, Training
 from torchllm.config.errors import UserError
 from torchllm.tools.planner.cluster import Host
-from torchllm.tools.planner.offload import exposed_copy_seconds, host_update_seconds
+from torchllm.tools.planner.offload import USABLE, exposed_copy_seconds, host_update_seconds
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
 from torchllm.tools.planner.predict import predict
 
@@ -36,6 +36,29 @@ def test_a_billion_parameters(host: Host, dtype: str, seconds: float) -> None:
     assert host_update_seconds(offloaded, 1e9) == pytest.approx(seconds)
     assert predict(offloaded).terms["optimizer"] == pytest.approx(seconds * 13.0e9 / 8 / 1e9, rel=0.01)
     assert predict(offloaded).memory.optimizer == 0
+    assert predict(offloaded).on_host == pytest.approx(13.0e9 / 8 * (8 if dtype == "float32" else 4), rel=0.01)
+    assert predict(replace(offloaded, optimizer=Optimizer())).on_host == 0
+
+
+def test_the_host_must_have_room() -> None:
+    """A layout with the moments on the host fits up to `USABLE` of a GPU's share of the host's memory."""
+    layout = case(mode="full", hardware=replace(dgx_a100(), host=LINK))
+    offloaded = replace(layout, optimizer=Optimizer(offload=True))
+    needed = predict(offloaded).on_host
+
+    def fits(capacity: float) -> bool:
+        hardware = replace(offloaded.hardware, host=replace(LINK, capacity=capacity))
+        return predict(replace(offloaded, hardware=hardware)).fits
+
+    assert [fits(share * needed / USABLE) for share in (0, 0.99, 1.01)] == [True, False, True]
+
+
+def test_inputs_of_blocks_on_the_host_are_those_that_the_gpu_does_not_hold() -> None:
+    kept = case(mode="full", hardware=replace(dgx_a100(), host=LINK), micro_batch_size=2)
+    moved = replace(kept, recompute=replace(kept.recompute, offload=True))
+    input_of_block = 2 * (2 * 2048) * 5120
+    blocks = kept.model.layers
+    assert predict(moved).on_host == pytest.approx((blocks - 2) * input_of_block, rel=0.03)
 
 
 def test_a_cluster_without_a_host_has_no_price() -> None:

@@ -21,7 +21,7 @@ from torchllm.tools.resources import find_config, resource
 
 FOLDER = resource("train_configs/clusters")
 
-OPTIONAL = ("float8", "constants", "fall", "host")
+OPTIONAL = ("float8", "constants", "fall", "host", "capacity")
 """keys of a cluster file that may be missing"""
 
 
@@ -74,6 +74,8 @@ class Host:
     """bytes per second in one direction over PCIe or NVLink-C2C"""
     memory_bandwidth: Annotated[float, Bound(at_least=0.0)] = 0.0
     """bytes per second of the memory: one GPU's share"""
+    capacity: Annotated[float, Bound(at_least=0.0)] = 0.0
+    """bytes of the memory: one GPU's share; 0: not known, and a plan does not ask whether they suffice"""
 
 
 @dataclass(frozen=True)

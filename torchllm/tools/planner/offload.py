@@ -6,6 +6,9 @@ from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Host
 from torchllm.tools.planner.compute import ELEMENT_BYTES
 
+USABLE = 0.8
+"""share of the host's memory that a plan takes: the rest is for processes, caches of files and copies of checkpoints"""
+
 
 def host_of(case: Case) -> Host:
     """Return the host of a GPU. UserError if its cluster file has none."""
@@ -26,9 +29,19 @@ def host_update_seconds(case: Case, parameters: float) -> float:
     """
     host, software = host_of(case), case.software
     copied = 2 * software.shards + (software.kept or software.gradients)
-    moments = 4.0 if case.optimizer.state_dtype == "bfloat16" else 8.0
-    in_memory = 2 * copied + 2 * moments + software.rounding
+    in_memory = 2 * copied + 2 * moment_bytes(case) + software.rounding
     return parameters * max(copied / host.bandwidth, in_memory / host.memory_bandwidth)
+
+
+def moment_bytes(case: Case) -> float:
+    """Return the bytes of a parameter's moments on the host."""
+    return 4.0 if case.optimizer.state_dtype == "bfloat16" else 8.0
+
+
+def fits_on_host(case: Case, on_host: float) -> bool:
+    """Return whether a rank's bytes have room in its share of the host's memory, if that is known."""
+    capacity = case.hardware.host.capacity
+    return not capacity or on_host <= USABLE * capacity
 
 
 def exposed_copy_seconds(case: Case, computed: float) -> float:

@@ -6,6 +6,7 @@ stage times (`stage`: compute, tensor- and context-parallel traffic, FSDP's expo
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from torchllm.tools.planner.experts import expert_parameters, expert_shards
 from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
 from torchllm.tools.planner.muon_time import muon_seconds
-from torchllm.tools.planner.offload import host_update_seconds
+from torchllm.tools.planner.offload import fits_on_host, host_update_seconds, moment_bytes
 from torchllm.tools.planner.parameters import (
     StageSize,
     different_views,
@@ -56,7 +57,10 @@ class Prediction(NamedTuple):
     """memory of the rank that needs most"""
     mfu: float
     hfu: float
+    on_host: float
+    """bytes in the host's memory, of the rank that has most there"""
     fits: bool
+    """in the memory of the GPU, and in that of the host"""
 
 
 Pipeline = Callable[[Case, list[StageTimes], float], tuple[float, list[float]]]
@@ -128,8 +132,12 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     model_flops = flops_per_token(case.model, length, trained=case.trained)
     mfu = tokens * model_flops / step / peak
     hfu = tokens * hardware_flops(case) / step / peak
-    fits = memory.total <= case.hardware.memory
-    return Prediction(step, terms, memory, mfu, hfu, fits)
+    on_host = _moments_on_host(case, sizes)
+    if case.recompute.offload:  # what the inputs of blocks would take on the GPU
+        kept = replace(case, recompute=replace(case.recompute, offload=False))
+        on_host += _largest_memory(kept, sizes, busiest).live - memory.live
+    fits = memory.total <= case.hardware.memory and fits_on_host(case, on_host)
+    return Prediction(step, terms, memory, mfu, hfu, on_host, fits)
 
 
 def _largest_memory(case: Case, sizes: list[StageSize], busiest: int) -> Memory:
@@ -177,6 +185,14 @@ def step_terms(case: Case, sizes: list[StageSize], pipeline: Pipeline) -> StepTe
     terms["bubble"] = step - busy[busiest]
     terms |= _longest_tail(case, sizes, cost_of_size)
     return StepTerms(dict(terms), busiest)
+
+
+def _moments_on_host(case: Case, sizes: Sequence[StageSize]) -> float:
+    """Return the bytes of the moments on the host, of the rank that has most."""
+    if not case.optimizer.offload:
+        return 0.0
+    ranks = [[sizes[stage] for stage in stages] for stages in stages_of_ranks(case.parallel)]
+    return max(_updated_parameters(case, _sharded_rank(case, stages)) for stages in ranks) * moment_bytes(case)
 
 
 def _longest_tail(case: Case, sizes: Sequence[StageSize], cost_of_size: dict[StageSize, StageCost]) -> dict[str, float]:
@@ -246,12 +262,10 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     # The optimizer reads and writes its states, reads gradients and zeroes them, and writes the working copy.
     bytes_per_parameter = 2 * software.states + 2 * software.gradients + software.weights
     bytes_per_parameter += software.rounding
-    bytes_per_parameter *= trained_share(case.model)
-    owners = shards.over_shards.size if case.parallel.zero >= 1 else 1
-    updated = shards.parameters / owners
+    updated = _updated_parameters(case, shards)
     update = memory_seconds(updated * bytes_per_parameter, case.hardware)
     if case.optimizer.offload:
-        update = host_update_seconds(case, updated * trained_share(case.model))
+        update = host_update_seconds(case, updated)
     views = tuple(view for size in sizes for view in size.views)
     return {
         "gradient reduction": reduction + exchange.last_reduction,
@@ -294,6 +308,12 @@ def _sharded_rank(case: Case, sizes: list[StageSize]) -> ShardedRank:
     routed = experts / ep
     over_experts = expert_shards(case.mesh, ep, case.hardware, software)
     return ShardedRank(parameters, common, routed, over_shards, over_experts)
+
+
+def _updated_parameters(case: Case, shards: ShardedRank) -> float:
+    """Return the parameters that a rank updates."""
+    owners = shards.over_shards.size if case.parallel.zero >= 1 else 1
+    return shards.parameters / owners * trained_share(case.model)
 
 
 class DataExchange(NamedTuple):

@@ -8,11 +8,13 @@ import pytest
 from tests.tools.planner.search.test_search import LARGE, SMALL, all_layouts, cluster, make_job
 from torchllm.config import Config, Optimizer
 from torchllm.tools.planner.cluster import Host
+from torchllm.tools.planner.offload import USABLE
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.advice import within_risk
 from torchllm.tools.planner.search.dials import WORTH, cheapest_dial, dial_lines, dial_sets, dials, turn_dials
 from torchllm.tools.planner.search.explain import fits_nowhere
 from torchllm.tools.planner.search.layouts import Job
+from torchllm.tools.planner.search.search import HOST as ON_HOST
 from torchllm.tools.planner.search.search import search
 
 HOST = Host(bandwidth=30e9, memory_bandwidth=50e9)
@@ -35,6 +37,20 @@ def test_the_key_that_makes_it_fit_is_named_with_its_price() -> None:
     assert dial.slower == best.prediction.step / predict(job.case(best.layout)).step > 1
     message = f"; with optimizer.offload = true it would, and a step takes {dial.slower - 1:.1%} longer; "
     assert message in fits_nowhere(job, outcome)
+
+
+def test_a_key_whose_bytes_the_host_cannot_hold_does_not_make_it_fit() -> None:
+    """Moments in bfloat16 have half the bytes, and room."""
+    moments = search(job_with(28e9, optimizer=Optimizer(offload=True)), 1).best[0].prediction.on_host
+    job = job_with(28e9, replace(HOST, capacity=0.75 * moments / USABLE))
+    assert cheapest_dial(job) is None
+    offloaded = replace(job, optimizer=Optimizer(offload=True))
+    outcome = search(offloaded)
+    assert not outcome.best
+    assert outcome.rejected[ON_HOST] > 0
+    assert outcome.rejected.total() == outcome.layouts
+    assert f"; {outcome.rejected[ON_HOST]} fit there, and need more than 80% of the" in fits_nowhere(offloaded, outcome)
+    assert search(replace(job, optimizer=Optimizer(offload=True, state_dtype="bfloat16"))).best
 
 
 def test_of_several_the_fastest_is_named() -> None:
@@ -98,8 +114,9 @@ def test_each_line_is_faster_and_the_last_is_the_fastest(memory: float) -> None:
     assert [fastest[dialed.settings] for dialed in turned] == steps
     assert steps[-1] <= min(fastest.values()) / (1 - WORTH)
     lines = list(dial_lines(turned))
-    assert len(lines) == len(turned) + 3
-    assert f"{' and '.join(turned[-1].settings)}: {turned[-1].best.layout.text()}" in lines[-2]
+    assert len(lines) == len(turned) + 4
+    assert f"{' and '.join(turned[-1].settings)}: {turned[-1].best.layout.text()}" in lines[-3]
+    assert lines[-2] == "Not known: whether the host has room ([host] capacity of the cluster file)."
 
 
 @pytest.mark.parametrize("memory", [6e9, 8e9, 80e9])

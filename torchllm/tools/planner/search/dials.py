@@ -115,5 +115,8 @@ def dial_lines(turned: list[DialedJob]) -> Iterator[str]:
     for dialed in turned:
         layout, prediction = dialed.best
         keys = " and ".join(dialed.settings) or "none"
-        yield f"    {prediction.step:8.4g} {prediction.memory.total / 2**30:6.1f}  {keys}: {layout.text()}"
-    yield "Not counted: whether the host has room. docs/concepts.md has the losses of dtypes."
+        on_host = f"; on the host {prediction.on_host / 2**30:.1f} GiB" if prediction.on_host else ""
+        yield f"    {prediction.step:8.4g} {prediction.memory.total / 2**30:6.1f}  {keys}: {layout.text()}{on_host}"
+    if not turned[0].job.hardware.host.capacity:
+        yield "Not known: whether the host has room ([host] capacity of the cluster file)."
+    yield "docs/concepts.md has the losses of dtypes."

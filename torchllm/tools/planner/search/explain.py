@@ -8,11 +8,12 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
+from torchllm.tools.planner.offload import USABLE
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.bounds import at_least
 from torchllm.tools.planner.search.dials import cheapest_dial
 from torchllm.tools.planner.search.layouts import MODES, DegreeMesh, Job, Layout
-from torchllm.tools.planner.search.search import Found, Ranked, mesh_of, search, sharded
+from torchllm.tools.planner.search.search import HOST, Found, Ranked, mesh_of, search, sharded
 from torchllm.tools.planner.validity import judge
 
 GIB = 2**30
@@ -39,6 +40,7 @@ def layout_figures(job: Job, ranked: Ranked, tokens: float = 0.0) -> dict[str, A
         "mfu": prediction.mfu,
         "hfu": prediction.hfu,
         "memory_gib": prediction.memory.total / GIB,
+        "host_gib": prediction.on_host / GIB,
         "fits": verdict.fits,
         "out_of_memory": verdict.out_of_memory,
         "tokens_per_second": tokens_per_step / prediction.step,
@@ -185,6 +187,8 @@ def _compare(job: Job, winner: Ranked, changed: Ranked) -> str:
     sentence = f"With {settings}, a step {_time_beside(prediction.step, best.step)}"
     if not prediction.fits:
         over = prediction.memory.total - job.hardware.memory
+        if over <= 0:
+            return f"{sentence}, but needs {_gib(prediction.on_host)} of the host's memory."
         return f"{sentence}, but needs {_gib(over)} more than a GPU has."
     reasons = ", ".join(_reasons(prediction, best))
     return f"{sentence}: {reasons}." if reasons else f"{sentence}."
@@ -254,6 +258,9 @@ def fits_nowhere(job: Job, outcome: Found) -> str:
     miss = outcome.closest_miss
     if miss is not None:
         message += f"; the closest, {miss.layout.text()}, needs {_gib(miss.over)} more"
+    if outcome.rejected[HOST]:
+        of_host = f"{USABLE:.0%} of the {_gib(job.hardware.host.capacity)} that a GPU has of its host's memory"
+        message += f"; {outcome.rejected[HOST]} fit there, and need more than {of_host}"
     dial = cheapest_dial(job)
     if dial is not None:
         message += f"; with {dial.setting} it would, and a step {_time_beside(dial.slower, 1.0)}"

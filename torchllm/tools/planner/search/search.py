@@ -32,7 +32,7 @@ NEARLY = 0.25
 """memory that near misses may need beyond a GPU's, as a share of it"""
 NEAR_MISSES = 3
 """number of near misses that are shown"""
-MEMORY, SLOW = "more memory than a GPU has", "slower than those shown"
+MEMORY, HOST, SLOW = "more memory than a GPU has", "more memory than its host has", "slower than those shown"
 
 
 class Ranked(NamedTuple):
@@ -135,8 +135,8 @@ class Search:
             if was_on:
                 gc.enable()
         if not self.outcome.best:  # twins, which are not looked at, need no less memory
-            self.outcome.rejected[MEMORY] = self.outcome.layouts
-        slow = self.outcome.layouts - self.outcome.rejected[MEMORY] - len(self.outcome.best)
+            self.outcome.rejected[MEMORY] = self.outcome.layouts - self.outcome.rejected[HOST]
+        slow = self.outcome.layouts - self.outcome.rejected.total() - len(self.outcome.best)
         if slow:
             self.outcome.rejected[SLOW] = slow
         return self.outcome
@@ -278,6 +278,8 @@ class Search:
         prediction = predict(self.job.case(node.layout), at_least)
         if prediction.fits:
             self.push(prediction.step, node._replace(decide=self.simulate, prediction=prediction))
+        elif prediction.memory.total <= self.capacity:
+            self.outcome.rejected[HOST] += 1
         else:
             over = prediction.memory.total - self.capacity
             self.reject(node.layout, over)
