@@ -59,6 +59,7 @@ class Prediction(NamedTuple):
     hfu: float
     on_host: float
     """bytes in the host's memory, of the rank that has most there"""
+    has_room_on_host: bool
     fits: bool
     """in the memory of the GPU, and in that of the host"""
 
@@ -136,8 +137,9 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     if case.recompute.offload:  # what the inputs of blocks would take on the GPU
         kept = replace(case, recompute=replace(case.recompute, offload=False))
         on_host += _largest_memory(kept, sizes, busiest).live - memory.live
-    fits = memory.total <= case.hardware.memory and fits_on_host(case, on_host)
-    return Prediction(step, terms, memory, mfu, hfu, on_host, fits)
+    has_room = fits_on_host(case, on_host)
+    fits = memory.total <= case.hardware.memory and has_room
+    return Prediction(step, terms, memory, mfu, hfu, on_host, has_room, fits)
 
 
 def _largest_memory(case: Case, sizes: list[StageSize], busiest: int) -> Memory:

@@ -1,12 +1,15 @@
 """Settings that free memory, by the planner's figures."""
 
 from dataclasses import replace
+from pathlib import Path
 
+from tests.tiny_run import ROOT
 from torchllm.config import Cluster, Config, Model, Parallel, Recompute, Training
 from torchllm.tools.planner.search.auto import planned
 from torchllm.tools.planner.search.explain import GIB
 from torchllm.tools.planner.search.savers import savers
 
+CLUSTERS = ROOT / "train_configs/clusters"
 LLAMA = Config(
     cluster=Cluster("dgx_a100"),
     model=Model(layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000),
@@ -56,3 +59,10 @@ def test_three_that_free_something_and_that_the_config_accepts() -> None:
     assert "--parallel.sequence_parallel=true" in settings(replace(LLAMA, parallel=Parallel(dp_shard=4, tp=2)))
     unknown = replace(LLAMA, cluster=Cluster(), parallel=Parallel(dp_shard=4))  # this_cpu is of eight ranks
     assert savers(unknown) == []
+
+
+def test_what_the_host_cannot_hold_saves_nothing(tmp_path: Path) -> None:
+    small = tmp_path / "small.toml"
+    small.write_text(f'base = "{CLUSTERS}/dgx_a100.toml"\n[host]\ncapacity = 1e9\n')
+    of_small = settings(replace(LLAMA, cluster=Cluster(str(small))))
+    assert set(settings(LLAMA)) - set(of_small) == {"--optimizer.offload=true"}

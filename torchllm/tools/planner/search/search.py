@@ -278,7 +278,7 @@ class Search:
         prediction = predict(self.job.case(node.layout), at_least)
         if prediction.fits:
             self.push(prediction.step, node._replace(decide=self.simulate, prediction=prediction))
-        elif prediction.memory.total <= self.capacity:
+        elif not prediction.has_room_on_host and prediction.memory.total <= self.capacity:
             self.outcome.rejected[HOST] += 1
         else:
             over = prediction.memory.total - self.capacity
