@@ -1,4 +1,4 @@
-"""Functions between the matrices of a feed-forward layer, beside SwiGLU's (`layers.py`). All are elementwise."""
+"""Functions between the matrices of a feed-forward layer, other than SwiGLU (`layers.py`). All are elementwise."""
 
 import torch
 import torch.nn.functional as F
