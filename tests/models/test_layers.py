@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.operations import Operations
 from torchllm.config import Model
+from torchllm.models.activations import squared_relu
 from torchllm.models.gpt_layers import LayerNorm, UngatedFeedForward
 from torchllm.models.layers import (
     RMSNorm,
@@ -116,6 +117,7 @@ def test_feed_forward_layers_are_their_formulas() -> None:
     double = copy.deepcopy(squared).double()
     expected = (wide @ double.up_proj.weight.T).clamp(min=0).square() @ double.down_proj.weight.T
     torch.testing.assert_close(squared(x).double(), expected, **tolerance)
+    assert torch.autograd.gradcheck(squared_relu, wide[0, :2].clone().requires_grad_())
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])

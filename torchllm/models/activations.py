@@ -1,8 +1,11 @@
 """Functions between the matrices of a feed-forward layer, other than SwiGLU (`layers.py`). All are elementwise."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 
 def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -26,4 +29,19 @@ def gelu(x: Tensor) -> Tensor:
 
 def squared_relu(x: Tensor) -> Tensor:
     """Return max(x, 0)^2 (Primer: So et al. 2021, arXiv 2109.08668)."""
-    return F.relu(x).square()
+    return _SquaredReLU.apply(x)
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """Keeps max(x, 0) alone. autograd's own backward of the square would take three tensors as large as x, not one."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        positive = F.relu(x)
+        ctx.save_for_backward(positive)
+        return positive.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return (gradient * positive).mul_(2.0)

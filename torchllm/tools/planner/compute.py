@@ -375,9 +375,9 @@ COPY_BYTES = 8.0
 """bytes per element of two copies that are as wide as q and k, each read and written in 16 bits"""
 GATED_BYTES, GATED_BYTES_FUSED = PerPass(10.0, 18.0), PerPass(6.0, 10.0)
 """bytes per feature that SwiGLU moves between the products, in single kernels and in one"""
-UNGATED_BYTES, SQUARED_RELU_BYTES = PerPass(4.0, 6.0), PerPass(8.0, 20.0)
+UNGATED_BYTES, SQUARED_RELU_BYTES = PerPass(4.0, 6.0), PerPass(8.0, 10.0)
 """bytes per feature that an activation without a gate moves, in one kernel: it reads one number, its gradient two; and
-those of ReLU and its square in single kernels, two forward and four backward"""
+those of ReLU and its square in single kernels, two forward and two backward"""
 BACKWARD_KERNELS = 1.5
 """number of elementwise kernels of a backward, relative to its forward"""
 
