@@ -153,8 +153,10 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfS
     held = Memory(temporary=previous, activations=-memory.ends, logits=-memory.logits)
     if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
         held = held.plus(Memory(gathered=rank.per_use * rank.table))
-    yield held.plus(_copied_out(rank, stage, blocks, stage.blocks - kept, kept * last_block.whole))
-    yield held.plus(Memory(gathered=rank.per_use * (last_block.whole + last_block.unit.whole)))  # its buffer stays
+    yield held
+    if stage.blocks:  # a foreign row may have stages without any
+        yield held.plus(_copied_out(rank, stage, blocks, stage.blocks - kept, kept * last_block.whole))
+        yield held.plus(Memory(gathered=rank.per_use * (last_block.whole + last_block.unit.whole)))  # its buffer stays
 
 
 def _copied_out(rank: Rank, stage: StageSize, blocks: ActivationsOfStage, end: int, kept: float) -> Memory:
