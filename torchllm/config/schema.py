@@ -167,7 +167,7 @@ class Features(NamedTuple):
     """
 
     norm: Literal["rms", "layer"]
-    """rms: RMSNorm, which has a weight; layer: LayerNorm, which has a weight and a bias"""
+    """rms: RMSNorm, which may have a weight (`norm_weights`); layer: LayerNorm, which has a weight and a bias"""
     feed_forward: Literal["gated", "gelu", "relu2"]
     """gated: three matrices, down(act(gate(x)) * up(x)), where act is model.activation (SwiGLU); gelu and relu2: two,
     down(gelu(up(x))) and down(relu(up(x))^2)"""

@@ -244,7 +244,7 @@ REFUSED = {
     "mixtral-window": [
         ({"layer_types": MIXED}, "layer_types: a sliding window of some blocks and not of others is not")
     ],
-    "nanochat": [({"rope_parameters": YARN}, "rope_parameters.rope_type: 'yarn' is not supported in this type")],
+    "nanochat": [({"rope_parameters": YARN}, "rope_parameters: yarn is not supported in this type")],
     "olmo3": [
         ({"sliding_window": None}, "layer_types: sliding_attention needs a sliding_window, but there is none"),
         ({"rope_parameters": YARN}, "rope_parameters: must have a table for each of layer_types"),

@@ -53,12 +53,16 @@ def test_the_host_must_have_room() -> None:
     assert [fits(share * needed / USABLE) for share in (0, 0.99, 1.01)] == [True, False, True]
 
 
-def test_inputs_of_blocks_on_the_host_are_those_that_the_gpu_does_not_hold() -> None:
+def test_inputs_of_blocks_on_the_host_are_those_of_the_micro_batches_in_flight() -> None:
     kept = case(mode="full", hardware=replace(dgx_a100(), host=LINK), micro_batch_size=2)
     moved = replace(kept, recompute=replace(kept.recompute, offload=True))
     input_of_block = 2 * (2 * 2048) * 5120
-    blocks = kept.model.layers
-    assert predict(moved).on_host == pytest.approx((blocks - 2) * input_of_block, rel=0.03)
+    assert predict(moved).on_host == kept.model.layers * input_of_block
+    segments = replace(moved, recompute=Recompute("segment", 4, offload=True))
+    assert predict(segments).on_host == kept.model.layers / 4 * input_of_block
+    pipeline = case(mode="full", hardware=moved.hardware, pp=4, dp_shard=2, micro_batch_size=2)
+    of_pipeline = replace(pipeline, recompute=moved.recompute)
+    assert predict(of_pipeline).on_host == kept.model.layers * input_of_block  # a quarter, of four micro batches
 
 
 def test_a_cluster_without_a_host_has_no_price() -> None:

@@ -5,7 +5,7 @@ from functools import cache
 
 from torchllm.config import Model
 from torchllm.facts.parts.costs import MixerCosts, RankShare
-from torchllm.facts.parts.part import BlockPart
+from torchllm.facts.parts.part import BlockPart, found
 
 
 @cache
@@ -15,7 +15,7 @@ def with_part_around(outer: BlockPart, part: BlockPart) -> BlockPart:
     def costs(view: Model, share: RankShare) -> MixerCosts:
         assert outer.costs is not None
         assert part.costs is not None
-        more, own = outer.costs(view, share), part.costs(view, share)
+        more, own = found(outer.costs)(view, share), found(part.costs)(view, share)
         return replace(own, kept=own.kept + more.kept, normed=own.normed + more.normed)
 
     return replace(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, WeightProduct, found, linear, product_of
+from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, WeightProduct, linear, product_of
 
 
 def _query_shape(view: Model) -> Shape:
@@ -40,7 +40,7 @@ def _products(view: Model) -> list[WeightProduct]:
 def _problems(view: Model) -> Iterator[tuple[str, str]]:
     """Yield the options of attention that do not go together."""
     if view.qk_norm == "width" and not view.features.norm_weights:
-        yield "qk_norm", f'model.family = "{view.family}" has norms without weights, which are per head here: "head"'
+        yield "qk_norm", f'norms without weights, as model.family = "{view.family}" has them, are per head: set "head"'
     if view.sinks and view.attention == "flash":
         yield "attention", "flash drops the gradient of the log-sum-exp, which sinks need: use sdpa, or eager"
     if view.sinks and view.attention == "flex":
@@ -84,7 +84,7 @@ PART = BlockPart(
     ),
     products_in_order=_products,
     problems=_problems,
-    costs=lambda view, share: found("torchllm.facts.parts.attention_costs:costs_of_attention")(view, share),
+    costs="torchllm.facts.parts.attention_costs:costs_of_attention",
     core_flops=lambda view, keys: 4 * view.heads * view.head_width * keys,
     context="torchllm.parallel.context:share_attention",
 )

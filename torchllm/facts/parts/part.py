@@ -135,7 +135,7 @@ class BlockPart:
     """keys of [model] whose 0 leaves a size of a mixer to other keys, and the sizes; without kv_heads and head_dim"""
     small_sizes: Callable[[Model], dict[str, int]] = lambda view: {}
     """keys of [model] and their values in a small copy of a view's model, with which `torchllm prove` trains"""
-    costs: Callable[[Model, "RankShare"], "MixerCosts"] | None = None
+    costs: str | Callable[[Model, "RankShare"], "MixerCosts"] | None = None
     """of a mixer: what it costs one rank; None: not known, and the planner refuses to plan the model"""
     kept: Callable[[Model, int], float] = lambda view, tp: 0.0
     """of a feed-forward layer: bytes per token that autograd keeps on one of `tp` ranks, beyond what SwiGLU keeps"""

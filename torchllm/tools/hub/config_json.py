@@ -494,6 +494,8 @@ def _read_rotary_positions(
         rope = read_rope({**content, LENGTH: length}, family.rope_theta)
         if rope.get("rope_query_scale") and not family.scales_queries:
             raise FieldError(f"{QUERY_SCALE}: queries scaled by position are not supported in this type")
+        if rope.get("rope_scaling") == "yarn" and family.norms_after_rotation:
+            raise FieldError("rope_parameters: yarn is not supported in this type, whose norms divide its factor out")
     except FieldError as error:
         if str(error) not in read.problems:  # else another block has it, too
             read.problems.append(str(error))

@@ -11,6 +11,7 @@ from torchllm.config import Model, Recompute
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import MatrixShape, half_of_products, matrices, product_sizes
 from torchllm.facts.parts.costs import MixerCosts, PerPass, RankShare
+from torchllm.facts.parts.part import found
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.software import AttentionKernel, Constants, Software
@@ -121,7 +122,8 @@ def mixer_costs(model: Model, piece: Piece) -> MixerCosts:
     costs = mixer(model).costs
     if costs is None:
         raise ValueError(f"the costs of {model.mixer} are not known")
-    return costs(model, piece.share)
+    of_mixer: MixerCosts = found(costs)(model, piece.share)
+    return of_mixer
 
 
 def kernel_of_attention(model: Model, software: Software) -> AttentionKernel:

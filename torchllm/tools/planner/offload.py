@@ -1,10 +1,17 @@
-"""Seconds of copies to the host and back, and of the update there: `optimizer.offload`, `recompute.offload`."""
+"""Seconds of copies to the host and back, of the update there, and bytes: `optimizer.offload`, `recompute.offload`."""
+
+import math
+from collections.abc import Iterable, Sequence
+from operator import mul
 
 from torchllm.config.errors import UserError
 from torchllm.facts.flops import recompute_interval
+from torchllm.facts.stages import stage_of_rank
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Host
 from torchllm.tools.planner.compute import ELEMENT_BYTES
+from torchllm.tools.planner.moments import of_rank
+from torchllm.tools.planner.parameters import StageSize
 
 USABLE = 0.8
 """share of the host's memory that a plan takes: the rest is for processes, caches of files and copies of checkpoints"""
@@ -38,6 +45,28 @@ def moment_bytes(case: Case) -> float:
     return 4.0 if case.optimizer.state_dtype == "bfloat16" else 8.0
 
 
+def inputs_on_host(case: Case, sizes: Sequence[StageSize], ranks: Iterable[int]) -> float:
+    """Return the bytes of the inputs of blocks, or segments, on the host: the most that one of these ranks has there.
+
+    sizes: of the pipeline's stages. A rank has those of all its micro batches in flight.
+    """
+    if not case.recompute.offload:
+        return 0.0
+    parallel = case.parallel
+    interval = recompute_interval(case.recompute, case.model.layers) if case.recompute.mode == "segment" else 1
+    most = 0
+    for rank in ranks:
+        inputs = [math.ceil(sizes[stage].blocks / interval) for stage in stage_of_rank(parallel, rank)]
+        moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank)
+        most = max(most, *(sum(map(mul, moment.flying, inputs)) for moment in moments))
+    return most * _input_bytes(case)
+
+
+def _input_bytes(case: Case) -> float:
+    """Return the bytes of a block's input, of one micro batch."""
+    return ELEMENT_BYTES * case.piece.tokens * case.model.hidden / case.piece.spread
+
+
 def fits_on_host(case: Case, on_host: float) -> bool:
     """Return whether a rank's bytes have room in its share of the host's memory, if that is known."""
     capacity = case.hardware.host.capacity
@@ -52,5 +81,4 @@ def exposed_copy_seconds(case: Case, computed: float) -> float:
     if not case.recompute.offload:
         return 0.0
     blocks = recompute_interval(case.recompute, case.model.layers) if case.recompute.mode == "segment" else 1
-    copied = ELEMENT_BYTES * case.piece.tokens * case.model.hidden / case.piece.spread
-    return max(0.0, copied / host_of(case).bandwidth / blocks - computed)
+    return max(0.0, _input_bytes(case) / host_of(case).bandwidth / blocks - computed)

@@ -6,7 +6,6 @@ stage times (`stage`: compute, tensor- and context-parallel traffic, FSDP's expo
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from torchllm.tools.planner.experts import expert_parameters, expert_shards
 from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
 from torchllm.tools.planner.muon_time import muon_seconds
-from torchllm.tools.planner.offload import fits_on_host, host_update_seconds, moment_bytes
+from torchllm.tools.planner.offload import fits_on_host, host_update_seconds, inputs_on_host, moment_bytes
 from torchllm.tools.planner.parameters import (
     StageSize,
     different_views,
@@ -133,25 +132,26 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     model_flops = flops_per_token(case.model, length, trained=case.trained)
     mfu = tokens * model_flops / step / peak
     hfu = tokens * hardware_flops(case) / step / peak
-    on_host = _moments_on_host(case, sizes)
-    if case.recompute.offload:  # what the inputs of blocks would take on the GPU
-        kept = replace(case, recompute=replace(case.recompute, offload=False))
-        on_host += _largest_memory(kept, sizes, busiest).live - memory.live
+    on_host = _moments_on_host(case, sizes) + inputs_on_host(case, sizes, _ranks_with_most(case, busiest))
     has_room = fits_on_host(case, on_host)
     fits = memory.total <= case.hardware.memory and has_room
     return Prediction(step, terms, memory, mfu, hfu, on_host, has_room, fits)
 
 
 def _largest_memory(case: Case, sizes: list[StageSize], busiest: int) -> Memory:
-    """Return the memory of the pipeline rank that needs most: one of both ends, the second, or the busiest."""
-    last = case.parallel.pp - 1
-    second = min(1, last)
+    """Return the memory of the pipeline rank that needs most."""
     largest = Memory()
-    for rank in sorted({0, second, last, busiest}):
+    for rank in _ranks_with_most(case, busiest):
         memory = memory_of(case, sizes, rank)
         if memory.total > largest.total:
             largest = memory
     return largest
+
+
+def _ranks_with_most(case: Case, busiest: int) -> list[int]:
+    """Return the pipeline ranks of which one needs most memory: both ends, the second, and the busiest."""
+    last = case.parallel.pp - 1
+    return sorted({0, min(1, last), last, busiest})
 
 
 def stage_sizes(case: Case) -> list[StageSize]:

@@ -150,17 +150,17 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfS
     kept = 0  # blocks of the forward before that are still gathered; if sums of gradients exist, a backward is larger
     if rank.is_frozen and _has_two_in_flight(rank, stage):
         kept = min(stage.blocks - 1, int(rank.parallel.keep_last_block))
+    if not stage.blocks:  # of a measured row
+        return
     held = Memory(temporary=previous, activations=-memory.ends, logits=-memory.logits)
     if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
         held = held.plus(Memory(gathered=rank.per_use * rank.table))
-    yield held
-    if stage.blocks:  # a foreign row may have stages without any
-        yield held.plus(_copied_out(rank, stage, blocks, stage.blocks - kept, kept * last_block.whole))
-        yield held.plus(Memory(gathered=rank.per_use * (last_block.whole + last_block.unit.whole)))  # its buffer stays
+    yield held.plus(_copied_out(rank, stage, blocks, stage.blocks - kept, kept * last_block.whole))
+    yield held.plus(Memory(gathered=rank.per_use * (last_block.whole + last_block.unit.whole)))  # its buffer stays
 
 
 def _copied_out(rank: Rank, stage: StageSize, blocks: ActivationsOfStage, end: int, kept: float) -> Memory:
-    """Return the largest moment of the blocks before `end` in which one is copied out of its buffer.
+    """Return the largest of the moments when a block before `end` is copied out of its buffer.
 
     Those ahead of it are gathered into theirs; neither it nor they have activations yet. kept: parameters of blocks
     that are still gathered.

@@ -42,7 +42,8 @@ class Verdict(NamedTuple):
     """How far a prediction can be trusted."""
 
     fits: str
-    """"fits", "may fit" (the risk is above `RISK`) or "does not fit" (the prediction exceeds the GPU's memory)"""
+    """"fits", "may fit" (the risk is above `RISK`) or "does not fit" (the prediction exceeds the memory of the
+    GPU, or of the host)"""
     seconds: tuple[float, float]
     """interval that holds 90 % of the step times of rows like it"""
     out_of_memory: float

@@ -1,12 +1,14 @@
 """The simplest layout wins where measurements cannot tell it from a faster one, and no pick risks its memory."""
 
 import math
+import re
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from torchllm.config import Training
+from torchllm.config import Optimizer, Training
+from torchllm.tools.planner.cluster import Host
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.residuals import ANY, LEVELS, RowClass, Spread
 from torchllm.tools.planner.search import advice as module
@@ -182,6 +184,16 @@ def test_a_layout_above_the_limit_is_not_taken_though_it_is_faster() -> None:
     too_large = with_more_activations(1.05 - held)
     assert "above a plan's limit of" in why_not(eight(), near_full, usual_advice())
     assert "more than a GPU has; most of it is activations" in why_not(eight(), too_large, usual_advice())
+
+
+def test_a_layout_without_room_on_the_host_is_told_what_it_needs_there() -> None:
+    hardware = replace(eight().hardware, host=Host(bandwidth=30e9, memory_bandwidth=50e9, capacity=2**30))
+    job = replace(eight(), hardware=hardware, optimizer=Optimizer(offload=True))
+    layout = usual_advice().first.layout
+    reason = why_not(job, Ranked(layout, predict(job.case(layout))), usual_advice())
+    assert re.fullmatch(
+        r"it needs [\d.]+ GiB on the host, more than 80% of the 1\.0 GiB of host memory per GPU", reason
+    )
 
 
 def test_first_runs_fit_and_differ() -> None:

@@ -14,8 +14,7 @@ from torchllm.tools.planner.search.advice import within_risk
 from torchllm.tools.planner.search.dials import WORTH, cheapest_dial, dial_lines, dial_sets, dials, turn_dials
 from torchllm.tools.planner.search.explain import fits_nowhere
 from torchllm.tools.planner.search.layouts import Job
-from torchllm.tools.planner.search.search import HOST as ON_HOST
-from torchllm.tools.planner.search.search import search
+from torchllm.tools.planner.search.search import HOST_MEMORY, search
 
 HOST = Host(bandwidth=30e9, memory_bandwidth=50e9)
 
@@ -47,10 +46,22 @@ def test_a_key_whose_bytes_the_host_cannot_hold_does_not_make_it_fit() -> None:
     offloaded = replace(job, optimizer=Optimizer(offload=True))
     outcome = search(offloaded)
     assert not outcome.best
-    assert outcome.rejected[ON_HOST] > 0
+    assert outcome.rejected[HOST_MEMORY] > 0
     assert outcome.rejected.total() == outcome.layouts
-    assert f"; {outcome.rejected[ON_HOST]} fit there, and need more than 80% of the" in fits_nowhere(offloaded, outcome)
+    assert f"; {outcome.rejected[HOST_MEMORY]} fit there, but not in 80% of the" in fits_nowhere(offloaded, outcome)
     assert search(replace(job, optimizer=Optimizer(offload=True, state_dtype="bfloat16"))).best
+
+
+def test_layouts_without_room_on_the_host_are_counted_once() -> None:
+    """Also those that are looked at again with inputs that are gathered again."""
+    job = job_with(40e9, replace(HOST, capacity=18e9 / USABLE), Optimizer(offload=True))
+    rejected = 0
+    for layout in filter(job.accepts, all_layouts(job)):
+        prediction = predict(job.case(layout))
+        lacks_host = prediction.memory.total <= job.hardware.memory and not prediction.has_room_on_host
+        rejected += lacks_host and layout.regather == job.regather(layout)[0]
+    outcome = search(job, count=job.gpus * 1000)  # every layout that fits
+    assert outcome.rejected[HOST_MEMORY] == rejected > 0
 
 
 def test_of_several_the_fastest_is_named() -> None:

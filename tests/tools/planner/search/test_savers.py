@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.tiny_run import ROOT
-from torchllm.config import Cluster, Config, Model, Parallel, Recompute, Training
+from torchllm.config import Cluster, Config, Model, Optimizer, Parallel, Recompute, Training
 from torchllm.tools.planner.search.auto import planned
 from torchllm.tools.planner.search.explain import GIB
 from torchllm.tools.planner.search.savers import savers
@@ -66,3 +66,5 @@ def test_what_the_host_cannot_hold_saves_nothing(tmp_path: Path) -> None:
     small.write_text(f'base = "{CLUSTERS}/dgx_a100.toml"\n[host]\ncapacity = 1e9\n')
     of_small = settings(replace(LLAMA, cluster=Cluster(str(small))))
     assert set(settings(LLAMA)) - set(of_small) == {"--optimizer.offload=true"}
+    offloaded = replace(LLAMA, cluster=Cluster(str(small)), optimizer=Optimizer(offload=True))
+    assert "--recompute.mode=full" in settings(offloaded)  # such a run has room, whatever the file says

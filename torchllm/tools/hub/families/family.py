@@ -110,7 +110,7 @@ class TensorRule(NamedTuple):
     """returns the number of groups of rows, given the view of the block: the rows of several names lie in turns, the
     first group of each, then the second of each. None: one after the other"""
     swaps: bool = False
-    """each two groups are the other way round: halves of heads whose rotary positions turn backwards (nanochat)"""
+    """the two groups of each pair change places: halves of heads, where rotary positions turn backwards (nanochat)"""
     mixer: str = ""
     """model.mixer of the blocks that the rule is for; empty: all. Mixers share names, and the first rule counts"""
     is_convolution: bool = False
@@ -259,6 +259,8 @@ class HubFamily:
     """rope_scaling of a config.json that has neither it nor rope_parameters (gpt-oss)"""
     scales_queries: bool = False
     """whether the class scales queries by their position"""
+    norms_after_rotation: bool = False
+    """norms of q and k come after the rotary positions, and would divide YaRN's factor out (nanochat)"""
     heads_divide_hidden: bool = False
     """transformers refuses models whose heads do not divide their width, though it could run them"""
     tokenizer_pattern: str = ""

@@ -16,11 +16,10 @@ from torchllm.tools.planner.search.advice import (
     pick_lines,
     ratio_of,
 )
+from torchllm.tools.planner.search.explain import GIB, missing_memory
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.search import Ranked
 from torchllm.tools.planner.validity import RISK, memory_limit
-
-GIB = 2**30
 
 
 def compare(job: Job, layout: Layout, advice: Advice) -> Iterator[str]:
@@ -97,8 +96,8 @@ def _why_too_large(job: Job, yours: Ranked) -> str:
     your_pick = pick("yours", job, yours)
     needed = yours.prediction.memory.total
     if your_pick.fits == "does not fit":
-        missing = (needed - job.hardware.memory) / GIB
-        return f"it needs {missing:.1f} GiB more than a GPU has; {_largest_part(yours)}"
+        missing = missing_memory(job, yours.prediction)
+        return f"it {missing}; {_largest_part(yours)}" if needed > job.hardware.memory else f"it {missing}"
     limit = memory_limit(job.hardware)
     if needed <= limit:
         return ""

@@ -13,7 +13,7 @@ from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.bounds import at_least
 from torchllm.tools.planner.search.dials import cheapest_dial
 from torchllm.tools.planner.search.layouts import MODES, DegreeMesh, Job, Layout
-from torchllm.tools.planner.search.search import HOST, Found, Ranked, mesh_of, search, sharded
+from torchllm.tools.planner.search.search import HOST_MEMORY, Found, Ranked, mesh_of, search, sharded
 from torchllm.tools.planner.validity import judge
 
 GIB = 2**30
@@ -186,12 +186,22 @@ def _compare(job: Job, winner: Ranked, changed: Ranked) -> str:
     settings = " and ".join(_changed_settings(winner.layout, changed.layout))
     sentence = f"With {settings}, a step {_time_beside(prediction.step, best.step)}"
     if not prediction.fits:
-        over = prediction.memory.total - job.hardware.memory
-        if over <= 0:
-            return f"{sentence}, but needs {_gib(prediction.on_host)} of the host's memory."
-        return f"{sentence}, but needs {_gib(over)} more than a GPU has."
+        return f"{sentence}, but {missing_memory(job, prediction)}."
     reasons = ", ".join(_reasons(prediction, best))
     return f"{sentence}: {reasons}." if reasons else f"{sentence}."
+
+
+def missing_memory(job: Job, prediction: Prediction) -> str:
+    """Return what a layout that does not fit needs, on the GPU or on the host."""
+    over = prediction.memory.total - job.hardware.memory
+    if over > 0:
+        return f"needs {_gib(over)} more than a GPU has"
+    return f"needs {_gib(prediction.on_host)} on the host, more than {room_on_host(job)}"
+
+
+def room_on_host(job: Job) -> str:
+    """Return the bytes of the host's memory that a plan may take, in words."""
+    return f"{USABLE:.0%} of the {_gib(job.hardware.host.capacity)} of host memory per GPU"
 
 
 def _changed_settings(old: Layout, new: Layout) -> Iterator[str]:
@@ -258,9 +268,8 @@ def fits_nowhere(job: Job, outcome: Found) -> str:
     miss = outcome.closest_miss
     if miss is not None:
         message += f"; the closest, {miss.layout.text()}, needs {_gib(miss.over)} more"
-    if outcome.rejected[HOST]:
-        of_host = f"{USABLE:.0%} of the {_gib(job.hardware.host.capacity)} that a GPU has of its host's memory"
-        message += f"; {outcome.rejected[HOST]} fit there, and need more than {of_host}"
+    if outcome.rejected[HOST_MEMORY]:
+        message += f"; {outcome.rejected[HOST_MEMORY]} fit there, but not in {room_on_host(job)}"
     dial = cheapest_dial(job)
     if dial is not None:
         message += f"; with {dial.setting} it would, and a step {_time_beside(dial.slower, 1.0)}"

@@ -41,7 +41,7 @@ def savers(config: Config, count: int = 3) -> list[Saver]:
         if any(conflicts(changed, config.parallel.ranks)):
             continue
         prediction = planned(changed)
-        if prediction is None or not prediction.has_room_on_host:
+        if prediction is None or (today.has_room_on_host and not prediction.has_room_on_host):
             continue
         freed = today.memory.total - prediction.memory.total
         if freed > 0:

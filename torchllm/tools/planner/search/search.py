@@ -32,7 +32,7 @@ NEARLY = 0.25
 """memory that near misses may need beyond a GPU's, as a share of it"""
 NEAR_MISSES = 3
 """number of near misses that are shown"""
-MEMORY, HOST, SLOW = "more memory than a GPU has", "more memory than its host has", "slower than those shown"
+MEMORY, HOST_MEMORY, SLOW = "more memory than a GPU has", "more memory than its host has", "slower than those shown"
 
 
 class Ranked(NamedTuple):
@@ -135,7 +135,7 @@ class Search:
             if was_on:
                 gc.enable()
         if not self.outcome.best:  # twins, which are not looked at, need no less memory
-            self.outcome.rejected[MEMORY] = self.outcome.layouts - self.outcome.rejected[HOST]
+            self.outcome.rejected[MEMORY] = self.outcome.layouts - self.outcome.rejected[HOST_MEMORY]
         slow = self.outcome.layouts - self.outcome.rejected.total() - len(self.outcome.best)
         if slow:
             self.outcome.rejected[SLOW] = slow
@@ -279,7 +279,7 @@ class Search:
         if prediction.fits:
             self.push(prediction.step, node._replace(decide=self.simulate, prediction=prediction))
         elif not prediction.has_room_on_host and prediction.memory.total <= self.capacity:
-            self.outcome.rejected[HOST] += 1
+            self.count_rejected(HOST_MEMORY, node.layout)
         else:
             over = prediction.memory.total - self.capacity
             self.reject(node.layout, over)
@@ -310,12 +310,16 @@ class Search:
 
     def reject(self, layout: Layout, over: float, count: int = 1) -> None:
         """Count `count` layouts that do not fit, and remember the closest miss of each kind."""
-        if layout.regather == self.job.regather(layout)[0]:  # else it is counted without
-            self.outcome.rejected[MEMORY] += count
+        self.count_rejected(MEMORY, layout, count)
         kind = layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.recompute
         closest = self._rejections.get(kind)
         if closest is None or over < closest.over:
             self._rejections[kind] = Rejection(over, layout)
+
+    def count_rejected(self, reason: str, layout: Layout, count: int = 1) -> None:
+        """Count `count` layouts that are rejected for a reason."""
+        if layout.regather == self.job.regather(layout)[0]:  # else it is counted without
+            self.outcome.rejected[reason] += count
 
     def find_near_misses(self) -> None:
         """Keep layouts that would be faster than the best and nearly fit, one of each kind.
