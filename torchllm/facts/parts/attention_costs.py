@@ -1,11 +1,11 @@
-"""The costs of softmax attention on one rank, for the planner; no run needs them."""
+"""The costs of softmax attention on one rank, for the planner. A run does not load them."""
 
 from torchllm.config import Model
 from torchllm.facts.parts.costs import MixerCosts, RankShare
 
 
 def costs_of_attention(view: Model, share: RankShare) -> MixerCosts:
-    """Return what softmax attention costs, whatever its queries, keys and values are made of."""
+    """Return the costs of softmax attention, for any projections of queries, keys and values."""
     queries = view.heads * view.head_width / share.tp
     keys = view.kv * view.head_width / share.tp
     has_ulysses = share.cp > 1 and not share.ring

@@ -46,20 +46,20 @@ def moment_bytes(case: Case) -> float:
 
 
 def inputs_on_host(case: Case, sizes: Sequence[StageSize], ranks: Iterable[int]) -> float:
-    """Return the bytes of the inputs of blocks, or segments, on the host: the most that one of these ranks has there.
+    """Return the bytes of the inputs of blocks, or segments, on the host, for the rank with most.
 
-    sizes: of the pipeline's stages. A rank has those of all its micro batches in flight.
+    sizes: of the pipeline's stages. A rank keeps the inputs of all its micro batches in flight.
     """
     if not case.recompute.offload:
         return 0.0
     parallel = case.parallel
     interval = recompute_interval(case.recompute, case.model.layers) if case.recompute.mode == "segment" else 1
-    most = 0
+    most_inputs = 0
     for rank in ranks:
         inputs = [math.ceil(sizes[stage].blocks / interval) for stage in stage_of_rank(parallel, rank)]
         moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank)
-        most = max(most, *(sum(map(mul, moment.flying, inputs)) for moment in moments))
-    return most * _input_bytes(case)
+        most_inputs = max(most_inputs, *(sum(map(mul, moment.flying, inputs)) for moment in moments))
+    return most_inputs * _input_bytes(case)
 
 
 def _input_bytes(case: Case) -> float:

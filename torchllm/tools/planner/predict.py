@@ -60,7 +60,7 @@ class Prediction(NamedTuple):
     """bytes in the host's memory, of the rank that has most there"""
     has_room_on_host: bool
     fits: bool
-    """in the memory of the GPU, and in that of the host"""
+    """in the memory of the GPU, and in the memory of the host"""
 
 
 Pipeline = Callable[[Case, list[StageTimes], float], tuple[float, list[float]]]
@@ -149,7 +149,7 @@ def _largest_memory(case: Case, sizes: list[StageSize], busiest: int) -> Memory:
 
 
 def _ranks_with_most(case: Case, busiest: int) -> list[int]:
-    """Return the pipeline ranks of which one needs most memory: both ends, the second, and the busiest."""
+    """Return the pipeline ranks that may need most memory: both ends, the second, and the busiest."""
     last = case.parallel.pp - 1
     return sorted({0, min(1, last), last, busiest})
 

@@ -2,7 +2,7 @@
 matrices with the square of ReLU between them.
 
 Its rotary positions turn backwards. To turn forwards with the halves of each head swapped is the same, so the rows of
-its q and k are swapped. Its norms of q and k come after the rotation, which does not change what they divide by.
+its q and k are swapped. Its norms of q and k come after the rotation, and divide by the same numbers as before it.
 """
 
 from torchllm.config import Model

@@ -192,7 +192,7 @@ def _compare(job: Job, winner: Ranked, changed: Ranked) -> str:
 
 
 def missing_memory(job: Job, prediction: Prediction) -> str:
-    """Return what a layout that does not fit needs, on the GPU or on the host."""
+    """Return the memory that a layout lacks, of the GPU or of the host. It does not fit."""
     over = prediction.memory.total - job.hardware.memory
     if over > 0:
         return f"needs {_gib(over)} more than a GPU has"
