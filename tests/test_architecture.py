@@ -426,9 +426,8 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert pretrain.lines <= 14_281  # 6 for norms without weights
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert (
-        size_of(core_files()).lines <= 24_300
-    )  # 345: heads of files that few runs import; 62: norms without weights, squared ReLU
+    # 345: heads of files that few runs import; 62: norms without weights, squared ReLU; 30: memory of a ring's backward
+    assert size_of(core_files()).lines <= 24_330
     assert 5_000 < size_of(spine_files()).lines <= 6_564  # the schema says what a key needs, and what a family has
 
 

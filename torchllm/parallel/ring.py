@@ -180,6 +180,14 @@ def ring_backward(
     d_out: Tensor, q: Tensor, kv: Tensor, masks: Masks, attention: PartialAttention, ring: RingAttention
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dkv of this rank, given the `attention` of its queries over the keys of all ranks."""
+    dq, dkv = _summed_gradients(d_out, q, kv, masks, attention, ring)
+    return dq.to(q.dtype), dkv.to(kv.dtype)
+
+
+def _summed_gradients(
+    d_out: Tensor, q: Tensor, kv: Tensor, masks: Masks, attention: PartialAttention, ring: RingAttention
+) -> tuple[Tensor, Tensor]:
+    """Return dq and dkv as they are summed, before they are rounded."""
     dq = torch.zeros_like(q, dtype=_wide(q))
     dkv = torch.zeros_like(kv, dtype=_wide(kv))
     source_kv = kv  # of rank step.source
@@ -187,22 +195,26 @@ def ring_backward(
     for number in range(ring.ranks):
         incoming = Exchange(source_kv, ring) if number + 1 < ring.ranks else None
         step = RingStep(ring, number, length=q.shape[2])
-        d_source = dkv if number == 0 else torch.zeros_like(dkv)
         inputs = d_out[:, :, step.queries], q[:, :, step.queries], step.keys_of(source_kv)
         gradients = ring.kernel.backward(*inputs, attention.rows(step.queries), masks[number])
         dq[:, :, step.queries] += gradients.dq
+        if number == 0:
+            d_source = dkv
+        elif returning is None:
+            d_source = torch.zeros_like(dkv)
+        else:
+            d_source = returning.wait()
+        returning = None  # its buffers are free before the next exchange takes some
         dk, dv = step.keys_of(d_source)
         dk += gradients.dk
         dv += gradients.dv
-        if returning is not None:
-            d_source += returning.wait()
         if number > 0:
             returning = Exchange(d_source, ring)
         if incoming is not None:
             source_kv = incoming.wait()
     if returning is not None:
         dkv += returning.wait()
-    return dq.to(q.dtype), dkv.to(kv.dtype)
+    return dq, dkv
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -8,8 +8,10 @@ import torch
 
 from torchllm.config import Model
 from torchllm.models.attention import ScaledDotProductAttention
+from torchllm.models.attention_kernels import CpuKernel, CudaKernels
 from torchllm.models.document_attention import QUERY_BLOCK
 from torchllm.models.sinks import SinkAttention
+from torchllm.parallel import context
 from torchllm.runtime.torch_compat import FakeTensorMode
 from torchllm.tools.dry_run.gpu_attention import gpu_attention
 from torchllm.tools.dry_run.memory import spans
@@ -47,3 +49,15 @@ def test_masks_of_a_block_of_queries_count_where_there_are_any(core_class: type[
         assert 2 * mask < peak < 5 * mask
     for peak in peaks_of(core_class, window, gpu=True):
         assert peak < 20 * LENGTH * HEADS * WIDTH * 2  # queries, and what has their size
+
+
+def test_a_ring_has_a_kernel_of_the_gpu() -> None:
+    """A CPU's computes the entries of a document mask one by one, with copies in float32."""
+
+    def kernel_of_ring() -> type[Any]:
+        return type(context.ring_kernel(Model(), "cpu", torch.bfloat16))
+
+    assert kernel_of_ring() is CpuKernel
+    with gpu_attention():
+        assert kernel_of_ring() is CudaKernels
+    assert kernel_of_ring() is CpuKernel

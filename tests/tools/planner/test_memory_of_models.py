@@ -110,6 +110,14 @@ TERMS: dict[str, tuple[Choice, float]] = {
         Choice("deepseek_v3", ("selective_half", "tp 1", "ulysses 2", "pp 2, zero bubble", *IN_CHUNKS, "ep 1")),
         0.005,
     ),
+    "keys, values and their gradients on their way around a ring": (
+        Choice("nanochat_d32", ("none", "tp 2", "ring 4", "pp 4", *LARGER)),
+        0.02,
+    ),
+    "buffer of a recomputed segment": (
+        Choice("llama3_8b", ("segment", "tp 4", "ring 2", "pp 4", "ZeRO 3", "micro batches", *WHOLE)),
+        0.01,
+    ),
     "every second product, counted through the routed experts": (
         Choice("gemma4_26b_a4b", ("selective_half", "tp 2", "cp 1", "pp 2, all forwards first", *ALONE, "ep 2")),
         0.005,

@@ -24,6 +24,24 @@ def costs_of_attention(view: Model, share: RankShare) -> MixerCosts:
         normed_without_weight=keys * view.v_norm + normed * (not has_weights),
         normed_results=("q_proj", "k_proj") * (normed > 0) + (of_values,) * view.v_norm,
         gated=queries * (view.attention_gate != "none"),
+        working=_held_by_ring(view, share, queries, keys),
         gates={"none": 0.0, "element": queries, "head": view.heads / share.tp}[view.attention_gate],
         turns=2 * keys,
     )
+
+
+def _held_by_ring(view: Model, share: RankShare, queries: float, keys: float) -> float:
+    """Return the bytes per token that a ring's backward holds at its peak (`parallel/ring.py`); 0 without a ring.
+
+    The sums of gradients are in float32, all else in 16 bits.
+    """
+    length = share.cp * share.length
+    if not share.ring or view.window_within(length) < length:
+        return 0.0
+    inputs = 2 * view.hidden / share.spread + 2 * queries  # gradients of the residual stream and of the results
+    sums = 4 * queries + 3 * 4 * 2 * keys  # of keys and values: this rank's, those sent and those received
+    if share.cp == 2:  # after the kernel of the other rank's keys and values
+        return inputs + sums + 2 * 2 * keys + 2 * queries + 2 * keys
+    of_two_ranks = 2 * 2 * 2 * keys
+    of_kernel = 3 * (2 * queries + keys)  # results and copies, with half of the keys
+    return inputs + sums + of_two_ranks + of_kernel

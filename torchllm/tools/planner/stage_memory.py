@@ -283,6 +283,7 @@ def _block_backward(
     recomputed = blocks.of_views[stage.views[position]].recomputed
     first_ahead = max(0, position - rank.parallel.prefetch)
     gathered = rank.per_use * (rank.block_parameters(stage, first_ahead, position + 1).whole + rank.root_of(stage))
+    gathered += _buffer_of_segment(rank, stage, position)
     gradients = 0.0
     if rank.reduces_in_only_backward:
         over = rank.block_parameters(stage, position + 1, stage.blocks)
@@ -312,6 +313,19 @@ def _block_backward(
         activations += deferred + phase.deferred * (kind == "I")
         still_gathered = gathered - freeing * phase.freed
         yield Memory(0.0, gradients, 0.0, still_gathered, activations, -memory.logits, temporary=temporary)
+
+
+def _buffer_of_segment(rank: Rank, stage: StageSize, position: int) -> float:
+    """Return the bytes of a buffer that the recomputation of a segment leaves to the backward of its earlier blocks.
+
+    FSDP keeps the buffer of the last gather of a forward until the next. The segment's last block is gathered for its
+    own backward, and with it the block before, which then has run: there is no block ahead, but its buffer.
+    """
+    if rank.recompute.mode != "segment":
+        return 0.0
+    size = recompute_interval(rank.recompute, rank.model.layers)
+    last = min(stage.blocks, position - position % size + size) - 1
+    return rank.per_use * rank.block(stage, last - 1).whole if position < last else 0.0
 
 
 def _last_reduction(rank: Rank, memory: Stage, blocks: ActivationsOfStage, stage: StageSize) -> Memory:
