@@ -421,13 +421,13 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
     assert minimal.files <= 55  # one of 40 lines describes errors of the system, two register what tools read
-    assert minimal.lines <= 6_640  # 29 of them are docstrings of folders, 291 what parts of blocks declare
+    assert minimal.lines <= 6_664  # 29: docstrings of folders; 291: what parts of blocks declare; 24: gloo, one thread
     assert pretrain.files <= 119
-    assert pretrain.lines <= 14_281  # 6 for norms without weights
+    assert pretrain.lines <= 14_306  # 6: norms without weights; 25: gloo with one thread
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    # 345: heads of files that few runs import; 62: norms without weights, squared ReLU; 30: memory of a ring's backward
-    assert size_of(core_files()).lines <= 24_330
+    # 345: heads of files that few runs import; 62: norms without weights, squared ReLU; 55: memory of a ring, gloo
+    assert size_of(core_files()).lines <= 24_355
     assert 5_000 < size_of(spine_files()).lines <= 6_564  # the schema says what a key needs, and what a family has
 
 

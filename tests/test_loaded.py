@@ -9,13 +9,13 @@ from tests.sizes import size_of
 from tests.tiny_run import ROOT
 
 LIMITS = {
-    "minimal": 9_476,  # of them 371 of tools/prepare, which look up the cached corpus of a text
-    "minimal_on_prepared_tokens": 9_105,
-    "debug": 16_712,
-    "prepared_tokens": 16_341,
-    "resumed": 18_838,
-    "planned": 16_712,
-    "tracked": 16_930,
+    "minimal": 9_500,  # 371 of tools/prepare, which look up the cached corpus of a text; 24: gloo with one thread
+    "minimal_on_prepared_tokens": 9_129,
+    "debug": 16_737,
+    "prepared_tokens": 16_366,
+    "resumed": 18_863,
+    "planned": 16_737,
+    "tracked": 16_955,
 }
 """run -> lines of ours that rank 0 may have loaded at its end; lower one with the size, raise one only with a reason"""
 NEVER = {

@@ -523,6 +523,24 @@ def recorded_collectives() -> list[str]:
     return [event.name for event in profiled_events(profiler) if "all_reduce" in event.name or "exp" in event.name]
 
 
+def workers_of_gloo(backend: str) -> int:
+    """Return the number of threads that a group of a mesh starts for its operations."""
+
+    def count() -> int:
+        return sum(task.read_text().strip() == "pt_gloo_runloop" for task in Path("/proc/self/task").glob("*/comm"))
+
+    before = count()
+    group = dist.new_group(backend=backend or None)
+    dist.barrier(group)
+    return count() - before
+
+
+def test_one_thread_of_gloo() -> None:
+    """It is the backend of the pool, as of a run, and so of the groups of its meshes."""
+    for backend, workers in {"": 1, "gloo": 2}.items():
+        assert run(workers_of_gloo, 2, backend) == [workers] * 2
+
+
 def test_unrecorded() -> None:
     for names in run(recorded_collectives, 2):
         assert [name for name in names if name.startswith("gloo")] == ["gloo:all_reduce"]

@@ -7,13 +7,17 @@ stay there: `PRIVATE` in tests/test_architecture.py lists them with reasons. `te
 test for each name, which fails when torch moves it.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not re-exported for type checkers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from torch.distributed.tensor import DTensor
@@ -46,6 +50,26 @@ def unrecorded() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+def one_thread_of_gloo() -> str:
+    """Return the name of a backend, which is registered here: gloo whose groups have one worker thread.
+
+    Private: only private options set the number. Torch's two threads write the names of their operations to one string,
+    without a lock. Where gathers of DTensor are in flight, that ends the process: "malloc(): unaligned tcache chunk".
+    """
+
+    def create(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it is there
+        options._threads, options._timeout = 1, timeout
+        if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+            options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+        else:
+            options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+    dist.Backend.register_backend("one_thread_of_gloo", create, devices=["cpu"])
+    return "one_thread_of_gloo"
 
 
 def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

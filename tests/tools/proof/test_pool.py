@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -32,9 +33,9 @@ def fails_on(rank: int) -> None:
     dist.barrier()
 
 
-def dies_on(rank: int) -> None:
+def dies_on(rank: int, of_signal: bool) -> None:
     if dist.get_rank() == rank:
-        os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL) if of_signal else os._exit(3)
     dist.barrier()
 
 
@@ -73,10 +74,11 @@ def test_a_failing_function_fails_only_its_test(pool: Pool) -> None:
         processes(pool)
 
 
-def test_a_rank_that_dies_is_replaced(pool: Pool) -> None:
+@pytest.mark.parametrize(("of_signal", "cause"), [(False, " with status 3"), (True, ": SIGKILL")])
+def test_a_rank_that_dies_is_replaced(pool: Pool, of_signal: bool, cause: str) -> None:
     first_processes = processes(pool)
-    with pytest.raises(WorkerFailed, match="rank 1 of 2:\nthe process died"):
-        pool.run(dies_on, 2, 1)
+    with pytest.raises(WorkerFailed, match=f"rank 1 of 2:\nthe process died{cause}"):
+        pool.run(dies_on, 2, 1, of_signal)
     assert not set(first_processes) & set(processes(pool))
 
 

@@ -25,6 +25,7 @@ from torchllm.runtime.device import choose_device
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
 from torchllm.runtime.process import Hooks, Runtime
+from torchllm.runtime.torch_compat import one_thread_of_gloo
 from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.tools.launch.lease import DONE, check_owner, inherited_claim, release_leases
@@ -190,7 +191,7 @@ def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timed
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # On GPUs no group of the mesh can send a tensor on the host: ranks exchange metadata through the host group, the
     # only gloo group of a run that saves in the foreground.
-    backend = "nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
+    backend = "nccl" if torch.cuda.is_available() and run.device != "cpu" else one_thread_of_gloo()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

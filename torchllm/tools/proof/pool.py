@@ -97,7 +97,7 @@ class Pool:
                 try:
                     worked, value = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    failures.append(_Failure(rank, "the process died", is_consequence=False))
+                    failures.append(_Failure(rank, _describe_death(self.ranks[rank].process), is_consequence=False))
                     continue
                 if worked:
                     results[rank] = value
@@ -138,17 +138,25 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _describe_death(process: BaseProcess) -> str:
+    process.join(AFTER_A_FAILURE)
+    status = process.exitcode or 0
+    return "the process died" + (f": {signal.Signals(-status).name}" if status < 0 else f" with status {status}")
+
+
 def _serve(connection: Connection, rank: int, timeout: float) -> None:
     """Answer calls on one rank until the pool is gone. timeout: seconds for a collective."""
     import torch
     import torch.distributed as dist
 
+    from torchllm.runtime.torch_compat import one_thread_of_gloo
     from torchllm.tools.launch.store import FileStore
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole process group: the pool decides
     torch.set_num_threads(1)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as a run sets it; on some ranks of a group alone, they would hang
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    backend = one_thread_of_gloo()
     for noisy in ("torch.distributed.pipelining.schedules", "torch.distributed.tensor._redistribute"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     while True:
@@ -158,7 +166,7 @@ def _serve(connection: Connection, rank: int, timeout: float) -> None:
             return
         try:
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=FileStore(store, world_size),
                 rank=rank,
                 world_size=world_size,
