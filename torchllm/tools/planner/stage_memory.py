@@ -162,15 +162,16 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfS
 def _copied_out(rank: Rank, stage: StageSize, blocks: ActivationsOfStage, end: int, kept: float) -> Memory:
     """Return the largest of the moments when a block before `end` is copied out of its buffer.
 
-    Those ahead of it are gathered into theirs; neither it nor they have activations yet. kept: parameters of blocks
-    that are still gathered.
+    Those ahead of it are gathered into theirs; neither it nor they have activations yet, but where a block's experts
+    are a unit of their own, which is gathered after its attention. kept: parameters of blocks that are still gathered.
     """
     moments = []
     for position in range(end):
         block = rank.block(stage, position)
         ahead = rank.block_parameters(stage, position, min(end, position + 1 + rank.parallel.prefetch))
         gathered = rank.per_use * (ahead.whole + block.whole + block.rearranged + kept)
-        moments.append(Memory(gathered=gathered, activations=-blocks.freed(stage, stage.blocks - position)))
+        to_come = stage.blocks - position - (block.experts.whole > 0)
+        moments.append(Memory(gathered=gathered, activations=-blocks.freed(stage, to_come)))
     return max(moments, key=lambda moment: moment.total)
 
 
