@@ -10,14 +10,13 @@ test for each name, which fails when torch moves it.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not re-exported for type checkers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from torch.distributed.tensor import DTensor
@@ -59,14 +58,15 @@ def one_thread_of_gloo() -> str:
     without a lock. Where gathers of DTensor are in flight, that ends the process: "malloc(): unaligned tcache chunk".
     """
 
-    def create(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it is there
+    gloo: Any = dist.ProcessGroupGloo  # torch's stub for type checkers lacks the private options
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        options = gloo._Options()
         options._threads, options._timeout = 1, timeout
-        if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
-            options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
-        else:
-            options._devices = [dist.ProcessGroupGloo.create_default_device()]
-        return dist.ProcessGroupGloo(store, rank, size, options)
+        names = os.environ.get("GLOO_SOCKET_IFNAME")
+        devices = [gloo.create_device(interface=name) for name in names.split(",")] if names else []
+        options._devices = devices or [gloo.create_default_device()]
+        return gloo(store, rank, size, options)
 
     dist.Backend.register_backend("one_thread_of_gloo", create, devices=["cpu"])
     return "one_thread_of_gloo"

@@ -108,7 +108,7 @@ TERMS: dict[str, tuple[Choice, float]] = {
     ),
     "a dense first block, smaller than the others": (
         Choice("deepseek_v3", ("selective_half", "tp 1", "ulysses 2", "pp 2, zero bubble", *IN_CHUNKS, "ep 1")),
-        0.01,
+        0.005,
     ),
     "keys, values and their gradients on their way around a ring": (
         Choice("nanochat_d32", ("none", "tp 2", "ring 4", "pp 4", *LARGER)),

@@ -38,10 +38,10 @@ def _held_by_ring(view: Model, share: RankShare, queries: float, keys: float) ->
     length = share.cp * share.length
     if not share.ring or view.window_within(length) < length:
         return 0.0
-    inputs = 2 * view.hidden / share.spread + 2 * queries  # gradients of the residual stream and of the results
-    sums = 4 * queries + 3 * 4 * 2 * keys  # of keys and values: this rank's, those sent and those received
+    passed_on = 2 * keys
+    received = 2 * view.hidden / share.spread + 2 * queries  # gradients of the residual stream and of the results
+    sums = 4 * queries + 3 * 4 * passed_on  # of keys and values: this rank's, those sent and those received
     if share.cp == 2:  # after the kernel of the other rank's keys and values
-        return inputs + sums + 2 * 2 * keys + 2 * queries + 2 * keys
-    of_two_ranks = 2 * 2 * 2 * keys
+        return received + sums + 2 * passed_on + 2 * queries + passed_on
     of_kernel = 3 * (2 * queries + keys)  # results and copies, with half of the keys
-    return inputs + sums + of_two_ranks + of_kernel
+    return received + sums + 2 * 2 * passed_on + of_kernel

@@ -79,7 +79,7 @@ class PartEnding(NamedTuple):
         if self.kind == "hung":
             return f"{subject} was stuck"
         if self.status < 0:
-            return f"{subject} was killed: {_signal_name(-self.status)}"
+            return f"{subject} was killed: {signal_name(-self.status)}"
         return f"{subject} ended with status {self.status}"
 
     @property
@@ -88,7 +88,8 @@ class PartEnding(NamedTuple):
         return self.kind in ("user_error", "refused", "hung") or (self.kind == "failed" and self.status == 1)
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return the name of a signal, as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

@@ -162,8 +162,9 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfS
 def _copied_out(rank: Rank, stage: StageSize, blocks: ActivationsOfStage, end: int, kept: float) -> Memory:
     """Return the largest of the moments when a block before `end` is copied out of its buffer.
 
-    Those ahead of it are gathered into theirs; neither it nor they have activations yet, but where a block's experts
-    are a unit of their own, which is gathered after its attention. kept: parameters of blocks that are still gathered.
+    Those ahead of it are gathered into theirs, and have no activations yet. Nor has the block itself, unless its
+    experts are a separate unit: that is gathered after its attention. kept: parameters of blocks that are still
+    gathered.
     """
     moments = []
     for position in range(end):

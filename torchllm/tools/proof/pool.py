@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
+from torchllm.tools.launch.restarts import signal_name
+
 TIMEOUT = 120.0
 """seconds for one call"""
 AFTER_A_FAILURE = 5.0
@@ -139,9 +141,14 @@ class Pool:
 
 
 def _describe_death(process: BaseProcess) -> str:
+    """Return how a process has ended that closed its connection."""
     process.join(AFTER_A_FAILURE)
-    status = process.exitcode or 0
-    return "the process died" + (f": {signal.Signals(-status).name}" if status < 0 else f" with status {status}")
+    status = process.exitcode
+    if status is None:
+        return "the process answers no more"
+    if status < 0:
+        return f"the process died: {signal_name(-status)}"
+    return f"the process died with status {status}"
 
 
 def _serve(connection: Connection, rank: int, timeout: float) -> None:
