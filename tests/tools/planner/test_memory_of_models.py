@@ -106,9 +106,13 @@ TERMS: dict[str, tuple[Choice, float]] = {
         Choice("gpt_oss_20b", ("every_k", "tp 8, sp", "ring 2", "pp 2", *LARGER, "ep 2")),
         0.02,
     ),
-    "a dense first block, smaller than the others": (
+    "gradients of routed experts, which no schedule puts off": (
         Choice("deepseek_v3", ("selective_half", "tp 1", "ulysses 2", "pp 2, zero bubble", *IN_CHUNKS, "ep 1")),
         0.005,
+    ),
+    "saved results that are gone after the recomputation": (
+        Choice("qwen3_30b_a3b", ("selective", "tp 2", "cp 1", "pp 4", *LARGER, "ep 1")),
+        0.01,
     ),
     "keys, values and their gradients on their way around a ring": (
         Choice("nanochat_d32", ("none", "tp 2", "ring 4", "pp 4", *LARGER)),

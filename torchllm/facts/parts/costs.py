@@ -54,8 +54,6 @@ class MixerCosts:
     """numbers of the core's results, kept for what follows; ulysses exchanges them"""
     kept: float = 0.0
     """further bytes that autograd keeps, and the input of the last product unless that is the core's result"""
-    keeps_results: tuple[str, ...] = ()
-    """layers whose results are kept as they are"""
     latents: float = 0.0
     """numbers that the ranks of tp gather before the heads, or whose gradients they sum; 0: the hidden states"""
     heads: float = 0.0
@@ -68,8 +66,6 @@ class MixerCosts:
     """numbers that norms inside the mixer read, such as those of queries and keys"""
     normed_without_weight: float = 0.0
     """numbers that norms without weight read"""
-    normed_results: tuple[str, ...] = ()
-    """layers whose results these norms read"""
     gated: float = 0.0
     """numbers that a gate multiplies"""
     gates: float = 0.0

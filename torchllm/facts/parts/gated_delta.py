@@ -117,7 +117,6 @@ def _costs(view: Model, share: RankShare) -> MixerCosts:
         results=values,
         # The gate, its SiLU, the normed and the gated result; the state before each piece.
         kept=6.0 * values + 4.0 * scanned * heads * sizes.key_width * sizes.value_width,
-        keeps_results=("g_proj",) if share.cp > 1 else ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
         normed=values,
         gated=values,
         working=float32(4, 12, 5, 5.6 if share.ring else 2.3, 24) - 8.0 * values,  # the gate's, freed before

@@ -47,9 +47,7 @@ def _costs(view: Model, share: RankShare) -> MixerCosts:
     inputs = _gathered(view) if share.tp > 1 else view.latent_q_width + view.latent_kv_width
     of_attention = costs_of_attention(view, share)
     kept = 2.0 * (before_norms + inputs + view.heads * view.v_head_dim / share.tp)
-    return replace(
-        of_attention, kept=of_attention.kept + kept, keeps_results=("q_a_proj", "kv_a_proj"), latents=_gathered(view)
-    )
+    return replace(of_attention, kept=of_attention.kept + kept, latents=_gathered(view))
 
 
 def _problems(view: Model) -> Iterator[tuple[str, str]]:

@@ -44,6 +44,8 @@ class Phase(NamedTuple):
     """bytes of gradients of activations, minus the activations that are already freed"""
     gradients: float
     """parameters whose gradients exist"""
+    of_experts: float = 0.0
+    """part of `gradients` that is never put off: of routed experts"""
     reduced: float = 0.0
     """parameters whose gradients are being reduced"""
     after_unit: bool = True
@@ -75,12 +77,8 @@ class BlockActivations(NamedTuple):
     """the second norm"""
     products: float
     """results of matrix products, of attention and of collectives, the input: saved by selective recomputation"""
-    shared: float
-    """part of `products` that is kept without recomputation too"""
     half: float
     """results of every second matrix product and of attention, the input: saved by selective_half"""
-    half_shared: float
-    """part of `half` that is kept without recomputation too"""
     deferred: float
     """inputs and output gradients of the matrices, where their gradients are put off"""
     phases: tuple[Phase, ...]
@@ -119,8 +117,6 @@ class BlockProduct(NamedTuple):
 
     result: float
     """features of its result"""
-    stored: float = 0.0
-    """features of it that autograd keeps if nothing is recomputed"""
     is_part: bool = False
     """whether tp gives each rank a part of a sum, which selective recomputation does not keep (`unkept_sums.py`)"""
 
@@ -236,67 +232,40 @@ def _norm_bytes(keeps_input: bool, has_weight: bool = True) -> float:
 
 
 def block_products(
-    model: Model,
-    piece: Piece,
-    kernels: Kernels,
-    trained: TrainedParameters,
-    routed: RoutedActivations = NO_ACTIVATIONS,
+    model: Model, piece: Piece, trained: TrainedParameters, routed: RoutedActivations = NO_ACTIVATIONS
 ) -> list[BlockProduct]:
     """Return the products of a block in the order of their use (`facts.flops.product_sizes`).
 
-    Results of the router are empty here, and so are those of routed experts without `routed`. For q and k the inputs
-    of their norms are kept, for o and down the inputs of norms after them. An updated layer is three products, W x,
-    A x and B A x; kept are A x and, of the others, the sum.
+    Results of the router are empty here, and so are those of routed experts without `routed`. An updated layer is three
+    products, W x, A x and B A x.
     """
     width = Widths.of(model, piece)
-    keeps_normed = keeps_input_of_qk_norm(model, piece, kernels)
-    keeps_sums = width.local * (model.norm_position != "before" and keeps_input_of_norm(model, kernels))
-    queries = model.query_outputs / piece.tp
-    costs = mixer_costs(model, piece)
     added = {f"added {n}": BlockProduct(shape.outputs) for n, shape in enumerate(added_matrices(model, piece.tp))}
     *before, last = mixer_products(model, piece.tp).items()
-    kept = dict.fromkeys(costs.normed_results, keeps_normed) | dict.fromkeys(costs.keeps_results, True)
-    if queries != costs.results:  # the norm's input is a copy, without the gate
-        kept["q_proj"] = False
-    layers = {name: BlockProduct(shape.outputs, shape.outputs * kept.get(name, False)) for name, shape in before}
-    is_cut = piece.tp > 1
-    layers |= {**added, last[0]: BlockProduct(width.hidden, keeps_sums, is_cut)}
-    of_ffn = dict.fromkeys(("gate_proj", "up_proj"), BlockProduct(width.ffn, width.ffn))
-    of_ffn["down_proj"] = BlockProduct(width.hidden, keeps_sums, is_cut)
-    of_gate = routed.gates / 2 / (2 * piece.tokens)
-    of_ffn |= dict.fromkeys(("routed gate_proj", "routed up_proj"), BlockProduct(of_gate, of_gate))
+    layers = {name: BlockProduct(shape.outputs) for name, shape in before}
+    to_hidden = BlockProduct(width.hidden, is_part=piece.tp > 1)
+    layers |= {**added, last[0]: to_hidden}
+    of_gate = BlockProduct(routed.gates / 2 / (2 * piece.tokens))
+    of_ffn = dict.fromkeys(("gate_proj", "up_proj"), BlockProduct(width.ffn)) | {"down_proj": to_hidden}
+    of_ffn |= dict.fromkeys(("routed gate_proj", "routed up_proj"), of_gate)
     of_ffn["routed down_proj"] = BlockProduct(routed.rows / (2 * piece.tokens))
     for shape in feed_forward(model).products(model):
         layers[shape.layer] = of_ffn.get(shape.layer, BlockProduct(0.0))
     products = []
     for name, product in layers.items():
+        products.append(product)
         if rank := trained.rank_of(name):
-            whole = BlockProduct(product.result)
-            products += [whole._replace(is_part=product.is_part), BlockProduct(rank, rank), whole]
-        else:
-            products.append(product)
+            products += [BlockProduct(rank), BlockProduct(product.result)]
     return products
 
 
-class Selected(NamedTuple):
-    """Bytes per token of a selective recomputation."""
-
-    saved: float
-    """results that it keeps"""
-    shared: float
-    """part of it that is kept without recomputation too"""
-
-
-def selected_products(products: Sequence[BlockProduct]) -> Selected:
+def bytes_of_results(products: Sequence[BlockProduct]) -> float:
     """Return the bytes per token of the results of some products, in 16 bits."""
-    return Selected(
-        saved=2.0 * sum(product.result for product in products),
-        shared=2.0 * sum(product.stored for product in products),
-    )
+    return 2.0 * sum(product.result for product in products)
 
 
-def saved_collectives(model: Model, piece: Piece, software: Software) -> Selected:
-    """Return the results of collectives that selective recomputation keeps.
+def saved_collectives(model: Model, piece: Piece, software: Software) -> float:
+    """Return the bytes per token of the results of collectives that selective recomputation keeps.
 
     Without `software.regathers` gathered inputs are among them, as without recomputation.
     """
@@ -305,18 +274,17 @@ def saved_collectives(model: Model, piece: Piece, software: Software) -> Selecte
     if piece.ep > 1 and piece.spread > 1:  # routed experts read a rank's own part of the sequence
         sums = int(dense_width(model) > 0)
     if not software.saves_collectives:
-        return Selected(0.0, 0.0)
-    saved = shared = 0.0
+        return 0.0
+    saved = 0.0
     if piece.spread > 1:  # gathered before attention and the feed-forward layer, scattered after them
         gathered = 2 * (sums * width.hidden + (costs.latents or width.hidden))
         gathered *= not software.regathers
         saved = gathered + 2 * (1 + sums) * width.local
-        shared = gathered * software.keeps_gathered
     elif piece.tp > 1:  # summed over the ranks
         saved = 2 * (1 + sums) * width.hidden
     if share.cp > 1 and not share.ring:  # q, k, v and the result of attention
         saved += 2 * (costs.inputs + costs.results)
-    return Selected(saved, shared)
+    return saved
 
 
 @lru_cache(maxsize=1024)
@@ -337,22 +305,15 @@ def block_activations(
     routed = routed_activations(model, piece, kernels)
     attention = attention_bytes(costs, stored)
 
-    products = block_products(model, piece, kernels, trained)
-    with_routed = block_products(model, piece, kernels, trained, routed)
-    collectives = saved_collectives(model, piece, software)
+    products = block_products(model, piece, trained)
+    with_routed = block_products(model, piece, trained, routed)
     if software.saves_collectives:  # and with them the sums, whose parts are not kept
-        sums = selected_products([product for product in products if product.is_part])
-        collectives = collectives._replace(shared=collectives.shared + sums.shared)
         products = [product for product in products if not product.is_part]
         with_routed = [product for product in with_routed if not product.is_part]
-    every_second = selected_products(with_routed[1::2])
-    selected = selected_products(products)
     if software.keeps_every_other:
-        selected = selected_products(products[::2])
-    # attention's own result, and the float32 sums of its kernel
-    of_attention = 2 * costs.results + 4 * costs.heads
-    always = 2 * width.local + of_attention + collectives.saved
-    always_shared = of_attention + collectives.shared
+        products = products[::2]
+    # the input; attention's own result, and the float32 sums of its kernel
+    always = 2 * width.local + 2 * costs.results + 4 * costs.heads + saved_collectives(model, piece, software)
 
     deferred = 0.0  # gradients of low-rank updates are computed at once
     if not trained.only_updates:
@@ -369,10 +330,8 @@ def block_activations(
         ffn=tokens * stored.inner + routed.whole,
         feeds_ffn=tokens * stored.feeds_ffn,
         residual=tokens * (stored.norms + stored.dropped),
-        products=tokens * (always + selected.saved) + routed.products,
-        shared=tokens * (always_shared + selected.shared) + routed.shared,
-        half=tokens * (always + every_second.saved) + routed.sent,
-        half_shared=tokens * (always_shared + every_second.shared) + routed.sent,
+        products=tokens * (always + bytes_of_results(products)) + routed.products,
+        half=tokens * (always + bytes_of_results(with_routed[1::2])) + routed.sent,
         deferred=tokens * deferred,
         phases=tuple(phases),
     )
@@ -440,7 +399,8 @@ def backward_phases(
     width, costs = Widths.of(model, piece), mixer_costs(model, piece)
     weights = block_weights(model, piece)
     own_unit = weights.experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
-    of_ffn = weights.ffn + weights.experts - own_unit
+    of_experts = weights.experts - own_unit
+    of_ffn = weights.ffn + of_experts
     unit = weights.attention + of_ffn
     per_feature = 4.0 if fuses_norm(model, kernels) else 20.0
     of_norm = per_feature * width.local + 2 * width.hidden
@@ -449,6 +409,7 @@ def backward_phases(
     second_norm = Phase(
         working=piece.tokens * (of_norm - freed_by_ffn) - routed.whole,
         gradients=of_ffn,
+        of_experts=of_experts,
         after_unit=not model.experts,  # the router is a separate unit, reduced before
         freed=own_unit,
         deferred=min(deferred, piece.tokens * deferred_by_ffn(model, width)),
@@ -460,7 +421,7 @@ def backward_phases(
     if width.ffn:
         at_gates = 2 * width.hidden + gate_bytes(model, width) + again
         working = piece.tokens * at_gates - routed.whole
-        of_down = weights.down + weights.experts - own_unit
+        of_down = weights.down + of_experts
         phases.append(second_norm._replace(working=working, gradients=of_down, deferred=0.0))
     if again:  # with the gradients of queries, keys and values
         at_inputs = 2 * width.hidden + 2 * costs.inputs + again - freed_by_ffn - stored.norms
@@ -486,9 +447,15 @@ def routed_phases(model: Model, piece: Piece, routed: RoutedActivations, experts
     weighted_sum = out + 4 * routed.results
     through_down = out + routed.rows - routed.results + routed.gates / 2
     through_gates = out + 2 * routed.rows + routed.gates - routed.results - routed.inner
-    phases = [Phase(weighted_sum, 0.0), Phase(through_down, experts / 3), Phase(through_gates, experts)]
+    phases = [
+        Phase(weighted_sum, 0.0),
+        Phase(through_down, experts / 3, experts / 3),
+        Phase(through_gates, experts, experts),
+    ]
     if piece.ep > 1:
-        reduction = Phase(out - routed.whole, experts, experts, after_unit=False, freed=experts, reduces_experts=True)
+        reduction = Phase(
+            out - routed.whole, experts, experts, experts, after_unit=False, freed=experts, reduces_experts=True
+        )
         phases.append(reduction)
     return phases
 

@@ -292,8 +292,6 @@ class RoutedActivations(NamedTuple):
     """rows that the experts return, which the weighted sum keeps"""
     products: float
     """results of products and of exchanges: saved by selective recomputation"""
-    shared: float
-    """part of `products` that is kept without recomputation too"""
     sent: float
     """part of `products`: of exchanges"""
 
@@ -334,7 +332,6 @@ def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedAc
     rows = ELEMENT_BYTES * routed.moved * model.hidden
     results = ELEMENT_BYTES * rows_of_own_tokens * model.hidden
     logits = FLOAT32_BYTES * routed.tokens * model.experts
-    products = logits + gates
     received = rows if has_ep else 0.0
     returned = results if has_ep else 0.0
     sent = received + returned
@@ -345,7 +342,6 @@ def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedAc
         inner=gates + activated,
         gates=gates,
         results=results,
-        products=products + rows + sent,
-        shared=products + sent,
+        products=logits + gates + rows + sent,
         sent=sent,
     )

@@ -68,17 +68,21 @@ def stage_activations(
         case "selective" if software.recomputes_attention_only:
             return StageActivations(blocks * (block.whole - block.core), block.core)
         case "selective":
-            return _selective(blocks, block.whole, block.products, block.shared, software)
+            return _selective(blocks, block.whole, block.products, software)
         case "selective_half":
-            return _selective(blocks, block.whole, block.half, block.half_shared, software)
+            return _selective(blocks, block.whole, block.half, software)
     return StageActivations(blocks * block.whole, 0.0)
 
 
-def _selective(blocks: int, whole: float, saved: float, shared: float, software: Software) -> StageActivations:
-    """Return the activations of blocks that save some results. shared: part of `saved` kept without recomputation."""
+def _selective(blocks: int, whole: float, saved: float, software: Software) -> StageActivations:
+    """Return the activations of blocks that save some results.
+
+    The recomputation of a block takes its saved results, and leaves what autograd keeps without recomputation: of the
+    others nothing is left.
+    """
     if not software.saves_collectives:
         saved = min(saved, whole)
-    return StageActivations(blocks * saved, max(0.0, whole - shared))
+    return StageActivations(blocks * saved, whole - saved)
 
 
 class ActivationsOfStage(NamedTuple):

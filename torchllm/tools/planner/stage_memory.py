@@ -185,11 +185,11 @@ def _has_two_in_flight(rank: Rank, stage: StageSize) -> bool:
 
 def _weight_gradients(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     """Yield the moments when deferred gradients of weights are computed: of the blocks, then of the head."""
-    block = rank.last_block(stage).whole
+    after_block = rank.last_block(stage).activations.phases[-1]
     neighbors = [rank.block_parameters(stage, first, first + 2).whole for first in range(max(1, stage.blocks - 1))]
     gathered = rank.per_use * max(neighbors)
     gradient = rank.software.temporary_gradients
-    yield Memory(gathered=gathered, temporary=gradient * block)
+    yield Memory(gathered=gathered, temporary=gradient * (after_block.gradients - after_block.of_experts))
     if memory.deferred_by_head:
         yield Memory(temporary=gradient * rank.table, activations=memory.deferred_by_head - memory.deferred)
 
@@ -275,7 +275,7 @@ def _block_backward(
     rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, finished: int, kind: Kind
 ) -> Iterator[Memory]:
     """Yield the moments of a block's backward. finished: blocks whose is over."""
-    gradient = rank.software.temporary_gradients * (kind == "B")
+    gradient = rank.software.temporary_gradients
     deferred = _deferred(rank, stage, memory, finished, kind)
     tied = rank.model.tied_embeddings
     waiting = rank.table * (tied and stage.last)  # a tied embedding sums the gradients of both its uses
@@ -308,7 +308,8 @@ def _block_backward(
         working = phase.working + recomputed
         shard = block.experts.shard if phase.reduces_experts else phase.reduced / rank.shards
         reduced = phase.reduced + shard  # the buffer that is sent, and the result
-        temporary = max(0.0, working) + gradient * (phase.gradients + waiting)
+        computed = phase.gradients + waiting if kind == "B" else phase.of_experts
+        temporary = max(0.0, working) + gradient * computed
         temporary += at_once * reduced
         temporary += previous * phase.after_unit
         activations = min(0.0, working) - memory.ends - freed
