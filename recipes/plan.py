@@ -256,6 +256,9 @@ def run_rank(options: argparse.Namespace) -> None:
             print_lines(*dial_lines(turned), "")
         print_ranking(results[0], tokens)
     job, first = results[0].job, results[0].first
+    if not (options.write or options.write_sweep):  # which say it of the file
+        for problem in conflicts(job.config(model.config, first.layout), job.gpus):
+            print(f"--check refuses {problem.key}: {problem.message}", file=sys.stderr)
     if options.write:
         refuse_risk(results[0], options.accept_risk)
         write_run(Path(options.write), model, options.cluster, job, first, tokens)

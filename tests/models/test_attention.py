@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.models.test_layers import filled, inputs
 from torchllm.config import Model
 from torchllm.config.errors import UserError
+from torchllm.models import attention_cores
 from torchllm.models.attention import CORES, Attention, build_attention
 from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.layers import rotary_angles, rotate
@@ -186,6 +187,37 @@ def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.Monk
         core = CORES["flash"](view)
         expected = EagerAttention(view)(q, k, v, None)
         torch.testing.assert_close(core(q, k, v, core.mask(None)), expected, **TOLERANCE)
+
+
+PACKAGES = {"flash_attn_interface": 3, "flash_attn.cute": 4, "flash_attn": 2}
+"""modules of FlashAttention, and their versions of it"""
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "width", "called"),
+    [
+        ((9, 0), (2, 3, 4), 128, 3),
+        ((9, 0), (2, 4), 192, 4),
+        ((10, 0), (2, 3, 4), 128, 4),
+        ((10, 0), (2, 3, 4), 192, 2),  # of which flash-attn-4 has no kernel there
+        ((10, 0), (2,), 128, 2),
+        ((8, 0), (2, 3, 4), 128, 2),
+    ],
+)
+def test_flash_calls_the_package_for_the_gpu(
+    capability: tuple[int, int], installed: tuple[int, ...], width: int, called: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 4 returns the sums of the softmax with the result. tests/hollow calls the real packages."""
+    for name, number in PACKAGES.items():
+        fake = types.ModuleType(name)
+        result = (number, "sums") if number == 4 else number
+        fake.flash_attn_func = lambda *qkv, result=result, **options: result  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, fake if number in installed else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(attention_cores, "version", lambda name: "4.0.0")
+    core = CORES["flash"](Model(head_dim=width))
+    assert core(*qkv(4, 2), core.mask(None)) == called
 
 
 @pytest.mark.parametrize("keys", [{"window": 4}, {"score_softcap": 1.5}])

@@ -108,6 +108,18 @@ def test_wrong_keys_are_refused(words: list[str], message: str) -> None:
         main([*RANK, *words])
 
 
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["--compile.graphs=true", "--data.document_mask=true"], "compile.graphs: each micro batch has another number"),
+        (["--float8.recipe=rowwise", "--training.dtype=float32"], 'training.dtype: float8.recipe = "rowwise" rounds'),
+    ],
+)
+def test_what_a_run_would_refuse_is_said(words: list[str], refused: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--gpus=8", *words])
+    assert f"--check refuses {refused}" in capsys.readouterr().err
+
+
 def test_explain_takes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.toml"
     main([*SMALL, "--gpus=8", "--write", str(file)])

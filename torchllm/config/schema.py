@@ -412,9 +412,9 @@ class Model:
     Hugging Face's Llama without "model.", e.g. 'embed_tokens.*|layers\\.[01]\\..*'; empty: all are trained"""
     attention: Annotated[
         Literal["eager", "sdpa", "flash", "flex"],
-        Unsupported("flash4", "FlashAttention 4 was not tried: sdpa takes the fastest kernel that torch has for a GPU"),
+        Unsupported("flash4", 'write "flash", which calls flash-attn-4 where it is installed and has kernels'),
     ] = "sdpa"
-    """attention kernel; flash needs the flash-attn package, flex has no backward on a CPU"""
+    """attention kernel; flash needs the package flash-attn or flash-attn-4, flex has no backward on a CPU"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", Kinds(self.kinds))  # a plain dict has no hash

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,15 +57,15 @@ class EagerAttention(Core):
 
 
 class FlashAttention(Core):
-    """Calls the kernel of FlashAttention 3 (package flash_attn_interface), else of flash-attn.
+    """Calls the kernel of FlashAttention 3 (package flash_attn_interface), else of flash-attn-4, else of flash-attn.
 
-    It is causal only, so the config refuses it with document masks. UserError if neither package is installed, or if
-    flash-attn's kernels for AMD's GPUs would leave out a window or a soft cap.
+    It is causal only, so the config refuses it with document masks. UserError if none of the packages is installed, or
+    if flash-attn's kernels for AMD's GPUs would leave out a window or a soft cap.
     """
 
     def __init__(self, view: Model) -> None:
         super().__init__(view)
-        self.kernel = _flash_attention_3() or _flash_attention_2()
+        self.kernel = _flash_attention_3() or _flash_attention_4(view) or _flash_attention_2()
         backend = sys.modules.get(self.kernel.__module__)
         if (view.window or view.score_softcap) and getattr(backend, "USE_TRITON_ROCM", False):
             # FOOTGUN: seen in 2.8.3, whose Triton kernels take both arguments and read neither.
@@ -83,7 +84,8 @@ class FlashAttention(Core):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        return self.kernel(q, k, v, **self.options)
+        out: Tensor | tuple[Tensor, Tensor] = self.kernel(q, k, v, **self.options)
+        return out[0] if isinstance(out, tuple) else out  # flash-attn-4 returns the sums of the softmax, too
 
 
 def _flash_attention_3() -> Callable[..., Any] | None:
@@ -98,14 +100,34 @@ def _flash_attention_3() -> Callable[..., Any] | None:
     return kernel
 
 
+def _flash_attention_4(view: Model) -> Callable[..., Any] | None:
+    """Return the kernel for Hopper and Blackwell GPUs; None on another GPU, or if its package is not installed.
+
+    On Blackwell it has no heads of 130 to 248 features.
+
+    FOOTGUN: flash-attn 2.8 brings an early copy of this module, which flash-attn-4 replaces.
+    """
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() and not torch.version.hip else (0, 0)
+    has_width = capability < (10, 0) or view.head_width <= 128 or view.head_width == 256
+    if capability < (9, 0) or not has_width:
+        return None
+    try:
+        version("flash-attn-4")
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return None
+    kernel: Callable[..., Any] = torch.compiler.disable(flash_attn_func)  # it compiles its kernels when it is called
+    return kernel
+
+
 def _flash_attention_2() -> Callable[..., Any]:
     """Return the kernel of the package flash-attn. Raises UserError if it is not installed."""
     try:
         from flash_attn import flash_attn_func
     except ImportError as error:
         raise UserError(
-            f'model.attention = "flash" cannot be used here: {error}. Install the extra '
-            "(pip install -e '.[flash]', which compiles it) or use \"sdpa\"."
+            f"model.attention = \"flash\" cannot be used here: {error}. Install an extra (pip install -e '.[flash]', "
+            "which compiles it, or '.[flash4]' for Hopper and Blackwell) or use \"sdpa\"."
         ) from error
     kernel: Callable[..., Any] = flash_attn_func
     return kernel

@@ -328,7 +328,7 @@ def test_what_the_machine_lacks_is_refused_before_torch(
         (0, ["--run.device=cuda"], '--run.device: is "cuda", but no driver shows this process a GPU'),
         (0, FLASH, '--model.attention: "flash" needs a GPU, and this is a CPU: use "sdpa" or "eager"'),
         (8, [*FLASH, "--run.device=cpu"], '--model.attention: "flash" needs a GPU, and this is a CPU'),
-        (8, FLASH, '--model.attention: "flash" needs the package flash-attn: install the extra'),
+        (8, FLASH, '--model.attention: "flash" needs the package flash-attn: install an extra'),
         (
             0,
             ["--model.attention=flex"],

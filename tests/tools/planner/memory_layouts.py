@@ -213,11 +213,12 @@ def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, com
     model, parallel, training = config.model, config.parallel, config.training
     attention = "eager" if model.attention == "eager" else "flash2"
     fused_norm = fused_norm and not model.norm_offset  # of which a GPU has no kernel, either
-    kernels = Kernels(attention, fused_norm=fused_norm, compiled_loss=compiled_loss)
+    kernels = Kernels(attention, fused_norm=fused_norm, compiled_loss=compiled_loss, graphs=config.compile.graphs)
     software = with_optimizer_states(TORCHLLM, model, training, config.optimizer)
     software = with_frozen_weights(software, model, config.trained)
     hardware = cluster("dgx_h100")  # bytes do not depend on it
-    case = Case(model, training, parallel, config.recompute, kernels, hardware, software, config.trained, imbalance=1.0)
+    of_run = model, training, parallel, config.recompute, kernels, hardware, software, config.trained, config.optimizer
+    case = Case(*of_run, imbalance=1.0)
     return memory_of(case, stage_sizes(case), rank)
 
 

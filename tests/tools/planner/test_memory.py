@@ -232,6 +232,26 @@ def test_memory_with_a_compiled_loss_agrees_with_the_dry_run(name: str) -> None:
         assert planned.live == pytest.approx(sum(kind.memory.values()), rel=0.005)
 
 
+GRAPHED = {
+    "FSDP": partial(layout, "llama3_8b", 2, dp_shard=8),
+    "FSDP and tp": partial(layout, "llama3_8b", 2, dp_shard=4, tp=2, **SP),
+    "tp alone": partial(layout, "llama3_8b", 2, tp=2, **SP),
+    "one rank": partial(layout, "llama3_8b", 2, dp_replicate=1, dp_shard=1),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("name", GRAPHED)
+def test_memory_of_a_cuda_graph_agrees_with_the_dry_run(name: str, optimizer: Literal["adamw", "muon"]) -> None:
+    """The pool of forward and backward stays during the update, of which Muon's has 4 to 14 % of the peak."""
+    config = GRAPHED[name]()
+    config = replace(config, cluster=GPU, compile=c.Compile(graphs=True), optimizer=c.Optimizer(name=optimizer))
+    preload()
+    (kind,) = examine(config).kinds
+    planned = planned_memory(config, kind.shown)
+    assert planned.live == pytest.approx(sum(kind.memory.values()), rel=0.005)
+
+
 def has_traced_sums(chosen: c.Config) -> bool:
     """Return whether the trace tells the sums of gradients of a layout from temporary results."""
     parallel = chosen.parallel

@@ -87,8 +87,9 @@ def test_a_device_with_little_to_do_waits_for_the_host() -> None:
     kernels = waiting.micro_batches * small.layers * sum(block.kernels)
     host_seconds = kernels * waiting.software.constants.host
     assert prediction.step == pytest.approx(host_seconds, rel=0.1)
+    graphed = predict(replace(waiting, kernels=waiting.kernels._replace(graphs=True)))
     large = predict(case(micro_batch_size=2))
-    assert large.terms["host"] == 0
+    assert graphed.terms["host"] == large.terms["host"] == 0
 
 
 def test_very_many_micro_batches_are_carried_on_exactly() -> None:

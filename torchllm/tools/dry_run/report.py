@@ -237,7 +237,7 @@ def assumptions(report: Report) -> Iterator[str]:
         trained_count = trained_parameter_count(config.model, config.trained)
         yield f"{trained_count:,} parameters are trained, the others frozen ({dtype})"
     if report.gpu:
-        yield "fused norms and attention, as on a GPU; all other kernels as on a CPU, which hold the same"
+        yield "norms, attention and Muon as on a GPU; all other kernels as on a CPU, which hold the same"
     else:
         yield "kernels as on a CPU: a GPU's fused norms hold less"
     if untraceable := sorted({"flash", "flex"} & config.model.attention_kernels):

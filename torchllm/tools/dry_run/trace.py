@@ -44,7 +44,7 @@ from torchllm.parallel.pipeline import Pipeline
 from torchllm.runtime.torch_compat import FakeTensorMode
 from torchllm.tools.dry_run.compiled_loss import compiled_cut_loss, use_compiled_loss
 from torchllm.tools.dry_run.fused_norm import use_fused_norms
-from torchllm.tools.dry_run.gpu_attention import gpu_attention
+from torchllm.tools.dry_run.gpu_kernels import as_on_gpu
 from torchllm.tools.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
 from torchllm.tools.dry_run.repeats import (
     OTHERS,
@@ -140,8 +140,8 @@ def trace(
     ranks = parallel.ranks
     busiest = parallel.tp if parallel.cp > 2 else 0
     cut_loss = compiled_cut_loss() if compiled_loss else nullcontext()
-    attention = gpu_attention() if gpu else nullcontext()
-    with fake_ranks(pp_rank * (ranks // parallel.pp) + busiest, ranks), attention, cut_loss:
+    kernels = as_on_gpu() if gpu else nullcontext()
+    with fake_ranks(pp_rank * (ranks // parallel.pp) + busiest, ranks), kernels, cut_loss:
         mesh = build_mesh(parallel, CPU)
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         repeats = None if all_blocks else find_repeats(config, pp_rank)

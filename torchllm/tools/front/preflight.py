@@ -136,7 +136,7 @@ def _inspect_kernels(config: Config, inspection: Inspection, trains: bool, is_el
     elif is_cpu and (attention == "flash" or (attention == "flex" and trains)):
         inspection.report("model.attention", f'"{attention}" needs a GPU, and this is a CPU: use "sdpa" or "eager"')
     elif attention == "flash" and not (is_elsewhere or find_spec("flash_attn") or find_spec("flash_attn_interface")):
-        advice = "install the extra (pip install -e '.[flash]', which compiles it), or use \"sdpa\""
+        advice = "install an extra (pip install -e '.[flash]', which compiles it, or '.[flash4]'), or use \"sdpa\""
         inspection.report("model.attention", f'"flash" needs the package flash-attn: {advice}')
     if float8 and not (is_elsewhere or find_spec("torchao")):
         advice = "install the extra (pip install -e '.[float8]'), or set it to none"

@@ -83,6 +83,8 @@ class Kernels(NamedTuple):
     """cross entropy compiled: it never holds logits in float32"""
     float8: float = 0.0
     """gain of the blocks' products, as a share of float8 peak / bfloat16 peak; 0: they are in 16 bits"""
+    graphs: bool = False
+    """forward and backward of a step are one CUDA graph"""
 
     def fuses_qk_norm(self, model: Model, tp: int) -> bool:
         """Return whether norms of q and k are one kernel each; with a width split over ranks only if compiled."""

@@ -22,7 +22,7 @@ from torchllm.tools.planner.stage_memory import Stage, stage_memory
 def rank_memory(rank: Rank, moments: tuple[Moment, ...]) -> Memory:
     """Return the peak of a rank. moments: from `moments.of_rank`, of its stages."""
     software = rank.software
-    standing = standing_memory(rank)
+    standing = standing_memory(rank).plus(Memory(temporary=rank.update))
     if rank.is_frozen:
         standing = standing.plus(updates_memory(rank))
     if software.fsdp:

@@ -1,4 +1,4 @@
-"""The time that Muon adds to the end of a step: the products of its iterations, and its communication. No torch.
+"""What Muon adds to the end of a step: the time of its products and of its communication, and memory. No torch.
 
 As in `optim/muon.py`: the ranks that share the weights own the matrices of their blocks in turns. The matrices
 of a round have similar cost, and all ranks wait for its largest.
@@ -134,3 +134,17 @@ def muon_seconds(case: Case, views: tuple[int, ...]) -> float:
         seconds += expert_seconds(of_views[view].model, views.count(view), owners, case.hardware)
         seconds += expert_exchange_seconds(of_views[view], views.count(view))
     return seconds
+
+
+def muon_bytes(case: Case) -> float:
+    """Return the bytes that Muon's update holds at its peak, for the largest matrix of a model without experts.
+
+    An owner has, in 16 bits, the parts of Nesterov's momentum that it sends, the whole momentum, the result and its
+    transpose, and for each axis that cuts matrices the parts that it receives and those that it answers with; the last
+    of them also as one message. A rank that shares no matrix has four float32 copies of it.
+    """
+    if case.optimizer.name != "muon" or case.trained.only_updates:
+        return 0.0
+    largest = max(math.prod(shape) for of_view in case.of_views for shape in matrix_shapes(of_view.model))
+    cuts = [case.group(axes).size > 1 for axes in ([SHARD, CP] if case.parallel.zero else [], [TP])]
+    return SENT * largest * (5 + 2 * sum(cuts) if any(cuts) else 8)

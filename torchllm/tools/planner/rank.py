@@ -12,6 +12,7 @@ from torchllm.tools.planner.activations import BlockActivations
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.compute import Kernels, Piece
 from torchllm.tools.planner.experts import expert_parameters
+from torchllm.tools.planner.muon_time import muon_bytes
 from torchllm.tools.planner.parameters import (
     ONE_BLOCK,
     ShardedParameters,
@@ -100,6 +101,8 @@ class Rank(NamedTuple):
     table: float
     """elements of the embedding, or of the head, on a tp rank"""
     trained: TrainedParameters = ALL_TRAINED
+    update: float = 0.0
+    """bytes of an update, where the memory of forward and backward stays: the pool of a CUDA graph"""
 
     @property
     def is_frozen(self) -> bool:
@@ -249,6 +252,7 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
         of_size=of_size,
         table=model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1),
         trained=case.trained,
+        update=muon_bytes(case) if case.kernels.graphs else 0.0,
     )
 
 

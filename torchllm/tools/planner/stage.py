@@ -205,7 +205,8 @@ def stage_cost(case: Case, size: StageSize, blocks: Sequence[BlockCost] | None =
         input_gradient=size.total([block.kernels.input_gradient for block in blocks]),
         weight_gradient=size.total([block.kernels.weight_gradient for block in blocks]),
     )
-    paced = paced_by_host(times, kernels, case.software.constants.host, splits_backward(case.parallel))
+    host = 0.0 if case.kernels.graphs else case.software.constants.host  # a graph is one launch
+    paced = paced_by_host(times, kernels, host, splits_backward(case.parallel))
     terms["host"] = sum(paced) - sum(times)
     return StageCost(paced, terms)
 

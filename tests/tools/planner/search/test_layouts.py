@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.tools.planner.test_comms import dgx_a100
-from torchllm.config import Cluster, Config, Model, Training
+from torchllm.config import Cluster, Compile, Config, Model, Training
 from torchllm.tools.planner.search.layouts import DegreeMesh, Job, Layout, kernels_of, layout_of
 
 MODEL = Model(layers=8, hidden=256, heads=8, ffn=512, vocab=512)
@@ -22,6 +22,15 @@ def test_a_layout_is_that_of_the_config_that_has_it() -> None:
         case = job.case(layout)
         assert case.parallel == config.parallel, layout
         assert case.kernels == kernels_of(MODEL, config.compile, job.software, job.hardware), layout
+
+
+def test_a_cuda_graph_has_no_pipeline() -> None:
+    graphed = Job(
+        MODEL, Training(global_batch_size=64, sequence_length=512), dgx_a100(), gpus=16, compile=Compile(graphs=True)
+    )
+    assert graphed.refusal(DegreeMesh(pp=2, data=8, cp=1, tp=1)) == "compile.graphs captures no pipeline"
+    assert graphed.refusal(DegreeMesh(pp=1, data=16, cp=1, tp=1)) == ""
+    assert graphed.case(FSDP._replace(dp_shard=16)).kernels.graphs
 
 
 def test_shardings_agree_with_the_degrees_that_a_run_sets() -> None:

@@ -117,7 +117,7 @@ def kernels_of(model: Model, compile: Compile, software: Software, hardware: Har
     compiled = compile.block is True
     attention = kernel_of_attention(model, software)
     fused_norm = (hardware.is_gpu and not model.norm_offset) or compile.norm or compiled
-    return Kernels(attention, fused_norm, compiled, compiled_loss=compile.loss is True)
+    return Kernels(attention, fused_norm, compiled, compiled_loss=compile.loss is True, graphs=compile.graphs)
 
 
 class DegreeMesh(NamedTuple):
@@ -268,6 +268,8 @@ class Job:
                 return f"model.{unfit_width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need"
         if not self._takes_vocabulary(mesh):
             return f"tp does not divide model.vocab = {model.vocab}"
+        if mesh.pp > 1 and self.compile is not None and self.compile.graphs:
+            return "compile.graphs captures no pipeline"
         if mesh.pp > model.layers:
             return f"pp exceeds model.layers = {model.layers}"
         batch = self.training.global_batch_size

@@ -1,4 +1,4 @@
-"""What attention within documents and windows holds while it runs, on a CPU and on a GPU, which needs no masks."""
+"""What a GPU computes in another way: attention within documents and windows needs no masks, Muon has 16 bits."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,9 +11,10 @@ from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.attention_kernels import CpuKernel, CudaKernels
 from torchllm.models.document_attention import QUERY_BLOCK
 from torchllm.models.sinks import SinkAttention
+from torchllm.optim import muon
 from torchllm.parallel import context
 from torchllm.runtime.torch_compat import FakeTensorMode
-from torchllm.tools.dry_run.gpu_attention import gpu_attention
+from torchllm.tools.dry_run.gpu_kernels import as_on_gpu
 from torchllm.tools.dry_run.memory import spans
 from torchllm.tools.dry_run.tracker import Tracker
 
@@ -24,7 +25,7 @@ def peaks_of(core_class: type[Any], window: int, gpu: bool) -> tuple[int, int]:
     """Return the most bytes of a core's forward, and of its backward, beyond its inputs."""
     view = Model(heads=HEADS, kv_heads=1, hidden=HEADS * WIDTH, window=window, sinks=core_class is SinkAttention)
     core = core_class(view)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, gpu_attention() if gpu else nullcontext():
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, as_on_gpu() if gpu else nullcontext():
         q = torch.empty(1, LENGTH, HEADS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         k, v = (torch.empty(1, LENGTH, 1, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
         of_heads = [torch.empty(HEADS, requires_grad=True)] if view.sinks else []
@@ -58,6 +59,15 @@ def test_a_ring_has_a_kernel_of_the_gpu() -> None:
         return type(context.ring_kernel(Model(), "cpu", torch.bfloat16))
 
     assert kernel_of_ring() is CpuKernel
-    with gpu_attention():
+    with as_on_gpu():
         assert kernel_of_ring() is CudaKernels
     assert kernel_of_ring() is CpuKernel
+
+
+def test_muon_iterates_in_16_bits_on_a_gpu() -> None:
+    """So its messages are half as large as a CPU's."""
+    device = torch.device("cpu")
+    assert muon.iteration_dtype(device) == torch.float32
+    with as_on_gpu():
+        assert muon.iteration_dtype(device) == torch.bfloat16
+    assert muon.iteration_dtype(device) == torch.float32
