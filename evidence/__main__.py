@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> str:
-    """Return what a command prints. Raises UserError, OSError or ValueError for wrong input."""
+    """Return the output of a command. Raises UserError, OSError or ValueError for wrong input."""
     top = parser()
     options, others = top.parse_known_args(arguments)
     if others and options.command != "score":

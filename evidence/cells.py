@@ -20,7 +20,7 @@ class Cells:
     texts: Mapping[str, str]
     """cells by column, those included that the column `assumed` fills"""
     assumed: list[str]
-    """assumptions, for the reader of a score; more are added while the row is read"""
+    """assumptions, printed with a score; more are added while the row is read"""
 
     def text(self, column: str) -> str:
         """Return a cell; "" if it is empty or there is no such column."""

@@ -1,7 +1,7 @@
 """Count how many measured steps lie in the interval that a user of their job would have been told. No torch.
 
-The interval of a row is from residuals that have no row of its fold: what a user of a known framework is told of a new
-model. Or they have no row of its whole framework: what a user of an unknown framework is told. Of intervals of 90 % the
+The interval of a row is from residuals that have no row of its fold: a user of a known framework sees it for a new
+model. Or they have no row of its whole framework: a user of an unknown framework sees it. Of intervals of 90 % the
 two-sided binomial test says how unlikely such a count is.
 """
 
@@ -19,14 +19,14 @@ from torchllm.tools.planner.step_errors import KNOWLEDGE, Knowledge
 from torchllm.tools.planner.validity import interval_from
 
 WIDEST = 1.5
-"""half width of an interval over the mean error, up to which it says something"""
+"""largest half width of a useful interval, divided by the mean error"""
 SIGNIFICANT = 0.01
 """probability of a count below which the intervals are not of 90 %"""
 CLASSES = ("scored", "assumed")
 
 
 class CheckedStep(NamedTuple):
-    """A measured step beside its interval."""
+    """A measured step and its interval."""
 
     dataset: str
     row_class: str
@@ -66,7 +66,7 @@ class Coverage(NamedTuple):
     error: float
     """mean of the rows"""
     constant: float
-    """share of the rows whose error is at most `WIDEST` of that mean: what intervals of one width would cover"""
+    """share of the rows whose error is at most `WIDEST` of that mean: the coverage of intervals of one width"""
 
     @property
     def is_plausible(self) -> bool:
@@ -100,7 +100,7 @@ def checked_steps(residuals: Sequence[Residual], kind: Knowledge) -> list[Checke
 
 
 def unit_of_fold(fold: str, kind: Knowledge) -> str:
-    """Return what is left out with a fold: itself, or its framework."""
+    """Return the unit that is left out with a fold: the fold, or its framework."""
     return fold if kind == "fold" else framework_of_fold(fold)
 
 

@@ -149,7 +149,7 @@ def setting_figure(best: dict[str, ResultRow], title: str) -> "Figure":
 def prediction_figure(default: Sequence[Comparison], fitted: Sequence[Comparison], run: str) -> "Figure":
     """Draw predicted over measured times, with the planner's constants and with constants fitted to the sweep.
 
-    run: description, for the title.
+    run: description in the title.
     """
     from matplotlib.figure import Figure
 

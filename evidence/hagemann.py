@@ -27,7 +27,7 @@ KERNELS = {
 }
 """their attention kernels, and the words of the columns"""
 RMS_KERNEL = " + RMS kernel"
-"""what their kernel's name ends with where RMSNorm is one kernel too"""
+"""suffix of their kernel's name where RMSNorm is one kernel too"""
 TAG = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
 """namespace of the elements of a sheet (ECMA-376)"""
 
@@ -134,7 +134,7 @@ def _layout_cells(cells: dict[str, str]) -> dict[str, str]:
 
 
 def _outcome(step_time: str, mfu: str) -> dict[str, str]:
-    """Return status, step time and MFU of a run: the step time is a number, or says what went wrong."""
+    """Return status, step time and MFU of a run: the step time is a number, or the text of an error."""
     try:
         seconds = float(step_time)
     except ValueError:

@@ -1,7 +1,7 @@
 """Ask which layout of each published group would be picked, with constants not fitted to its fold. No torch.
 
-A group is the layouts of one job. Its regret is what the layout that is predicted fastest, of those that `rank` may
-pick, takes longer than the fastest one measured.
+A group is the layouts of one job. Of the layouts that `rank` may pick, one is predicted fastest: its regret is
+its additional time over the fastest measured layout.
 """
 
 import json
@@ -26,15 +26,15 @@ class GroupPick(NamedTuple):
     told_right: int
     """rows that fit, or ran out of memory, as predicted"""
     comparable: int
-    """rows of which that is known"""
+    """rows with a prediction that are known to fit or to run out of memory"""
     ran_out_of_memory: bool
     """whether the pick did"""
     regret: float | None
-    """share by which the pick is slower than the fastest; None if it ran out of memory"""
+    """relative slowdown of the pick against the fastest; None if it ran out of memory"""
 
 
 def picks(rows: Sequence[MeasuredRow]) -> list[GroupPick]:
-    """Return the picks of all groups in which layouts can be compared."""
+    """Return the picks of all groups whose layouts can be compared."""
     timed = timed_rows(rows)
     problem = joint_problem(timed)
     near = fit(problem)

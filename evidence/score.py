@@ -322,8 +322,8 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def regret(scored: Sequence[Scored]) -> dict[str, Any]:
     """Compare the layout that would be chosen with the best measured one, in time and MFU.
 
-    Chosen is the one predicted fastest per sequence among those whose risk of running out of memory is as small as that
-    of a pick of `recipes/plan.py rank`. The result says if it ran out of memory.
+    Chosen is the one predicted fastest per sequence among those whose risk of running out of memory is as small as the
+    risk of a pick of `recipes/plan.py rank`. The result says if it ran out of memory.
     """
     timed, admitted = [], []
     for row in scored:

@@ -64,9 +64,9 @@ def points(residuals: Sequence[Residual]) -> Iterator[Point]:
 
 
 def peaks(residuals: Sequence[Residual]) -> Iterator[Point]:
-    """Yield what torchllm's peaks may be off by: each error of its own, with each change from version to version.
+    """Yield the possible errors of torchllm's peaks: each of its errors, plus each change from version to version.
 
-    The two are independent: own errors are of the bytes of tensors, the others of what an allocator adds.
+    The two are independent: its errors are of the bytes of tensors, the changes of an allocator's overhead.
     """
     for residual, (left_out, change) in product(residuals, repeated_peaks(residuals)):
         if residual.peak is not None and residual.case.software.name == "torchllm" and residual.left_out == left_out:

@@ -150,7 +150,7 @@ def log_evaluation(manifest: Manifest, sequences: int) -> None:
 
 
 def print_loss(step: int, loss: HeldOutLoss) -> None:
-    """Print the loss, its perplexity and, where there is text, its bits per byte; and those of each source."""
+    """Print the loss, its perplexity and, where there is text, its bits per byte; also for each source."""
     print(f"step {step}  validation loss {_describe(loss)}")
     for name, of_source in loss.by_source.items():
         print(f"  {name}: {_describe(of_source)}")

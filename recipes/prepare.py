@@ -26,7 +26,7 @@ class Prepare:
     """part of a source that becomes a shard, in MiB: the unit of parallel work, and of repeated work after a stop; 0:
     1/256 of the source, at least 64 and at most 1024"""
     show: Natural = 0
-    """print so many examples of each source of conversations, and what is trained of them; nothing is written"""
+    """print this number of examples of each source of conversations, and their trained parts; nothing is written"""
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from torchllm.tools.front.resolve import load_sizes
 
 @dataclass(frozen=True)
 class TokenizerSection:
-    """What recipes/tokenizer.py writes."""
+    """The tokenizer that recipes/tokenizer.py writes."""
 
     folder: FilePath = ""
     """folder to write to; it must not hold a tokenizer.json"""
     size: Annotated[int, Bound(at_least=260, at_most=2**20)] = 32768
     """tokens, with the 256 bytes and the special ones"""
     text_mib: Annotated[float, Bound(over=0.0)] = 1024.0
-    """text to train on, in MiB: the first of each source, as many bytes of each as its weight says"""
+    """text to train on, in MiB: the first bytes of each source, in proportion to its weight"""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 with suppress(ModuleNotFoundError):  # the core trains without tools, on prepared tokens
-    import torchllm.tools  # noqa: F401  # registers what they can read: text, token files of others, tokenizers
+    import torchllm.tools  # noqa: F401  # registers their readers: text, token files of others, tokenizers
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _IMPORTS = [node for node in _STUB.body if isinstance(node, ast.ImportFrom)]

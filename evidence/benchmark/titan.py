@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LLAMA = Features(norm="rms", feed_forward="gated", biases=False, learned_positions=False)
 """features of torchtitan's model"""
 RECOMPUTE = ("none", "full", "selective_half")
-"""modes of which torchtitan has one that saves the same, or as much"""
+"""modes with a counterpart in torchtitan that saves the same tensors, or the same amount"""
 VERSION = "0.3.0"
 """of torchtitan; others have other names"""
 NEVER = 1_000_000

@@ -74,7 +74,7 @@ def first_hour(run_folder: str, config_file: str, only: str) -> None:
 
 
 def find_machine() -> Machine:
-    """Ask torch, and the driver where there is one, for this machine's hardware."""
+    """Return this machine's hardware, from torch and, if there is one, the driver."""
     answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
     facts = json.loads(answer.stdout)
     driver = ""

@@ -1,6 +1,6 @@
-"""Measures on a GPU: a step beside a bare loop's, and matrix products.
+"""Measures on a GPU: a step compared with a bare loop's, and matrix products.
 
-What compares with other programs, and the first hour, are in evidence/ of a checkout.
+Comparisons with other programs, and the first hour, are in evidence/ of a checkout.
 Imports: config, facts, runtime, models, data, parallel, metrics, tools/resources, tools/config, tools/launch,
 tools/adapt, tools/front.
 """

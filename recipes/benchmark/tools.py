@@ -227,7 +227,7 @@ def speed(config: Config, seconds: float, peak: float | None) -> TableRow:
 
 
 def environment(config: Config, runtime: Runtime) -> TableRow:
-    """Return the conditions of the figures besides the code."""
+    """Return the conditions of the figures, apart from the code."""
     training = config.training
     device = f"CPU {platform.machine()}"
     if runtime.device.type == "cuda":

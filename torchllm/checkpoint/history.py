@@ -1,4 +1,4 @@
-"""Decide which checkpoints of a run are good, by what it logs after them, which are loaded, and which are deleted.
+"""Decide which checkpoints of a run are good, by the values logged after them, which are loaded, and which are deleted.
 
 A checkpoint with finite weights may still be bad: weights of 1e30 are finite, but losses after them are not. It
 is proven by a finite evaluation of its weights or of later ones; in a run without evaluations, by ten finite steps.

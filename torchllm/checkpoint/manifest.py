@@ -94,7 +94,7 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Return the paths whose names are those of step folders, newest first."""
+    """Return the paths that are named as step folders, newest first."""
     return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=step_of, reverse=True)
 
 

@@ -1,6 +1,6 @@
 """Moments of a checkpoint that are in 8 bits where this run's are not, or the reverse: read as stored, and converted.
 
-A run may so change `optimizer.state_dtype`. What is read is in the memory of the host until it is converted.
+So a run may change `optimizer.state_dtype`. The moments are in the memory of the host until they are converted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,7 +62,7 @@ def parts_as_stored(parts: Mapping[str, Part], stored: Mapping[str, TensorEntry]
 
 
 def convert_moments(group: Group, parts: Mapping[str, Part], filled: Mapping[str, Part]) -> None:
-    """Fill the moments of `parts` for which `parts_as_stored` returned others, which are filled."""
+    """Fill the moments of `parts` that `parts_as_stored` replaced, from the replacements, which are filled."""
     converted = [key for key, part in filled.items() if key in parts and part is not parts[key]]
     for key in converted:
         target, source = parts[key].local, filled[key].local

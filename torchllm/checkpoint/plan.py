@@ -287,7 +287,7 @@ def parts_with_elements(
 def choices_per_piece(ranks: Integers, copies: Integers) -> Integers:
     """Return ranks (pieces, most copies): every column is a choice of one rank per piece.
 
-    ranks: those of the first piece, of the second, and so on. copies: their number per piece.
+    ranks: of the first piece, of the second, and so on. copies: their number per piece.
     """
     first = np.cumsum(copies) - copies
     return ranks[first[:, None] + np.arange(copies.max()) % copies[:, None]]

@@ -79,7 +79,7 @@ class ReadPlan(NamedTuple):
     alone: list[PieceRead]
     """pieces that no other rank needs"""
     rounds: list[ReadRound]
-    """as many on all ranks"""
+    """the same number on all ranks"""
 
 
 class _Overlaps(NamedTuple):
@@ -102,7 +102,7 @@ class _Overlaps(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """A box of a piece that ranks need besides its reader."""
+    """A box of a piece that ranks need in addition to its reader."""
 
     region: Region
     message: Message
@@ -122,7 +122,7 @@ class _Share(NamedTuple):
     read: Integers
     """elements that each rank reads"""
     in_messages: Integers
-    """elements that each rank sends or receives, those of a message to several ranks once"""
+    """elements that each rank sends or receives; a message to several ranks counts once"""
     reads: list[_Read]
     """of this rank"""
     received: list[_Transfer]
@@ -199,7 +199,7 @@ def _overlaps(cuts: Sequence[Integers], ranks: Integers, boxes: Integers) -> _Ov
 
 
 def _share(grid: PieceGrid, needed: _Overlaps, column: int, rank: int, ranks: int) -> _Share:
-    """Return the work of the ranks if the readers are those of a column."""
+    """Return the work of the ranks with the readers of a column."""
     dimensions = len(grid.cuts)
     readers = needed.choices[:, column]
     reader_of_box = readers[needed.piece_of_box]

@@ -4,7 +4,7 @@
     URL/owner/000001           who copies to this URL: see `remote_owner.py`
 
 All ranks copy, each its share of the files, and exchange no message: rank 0 looks until the sizes of all files are
-right, and then writes the manifest. What fails is tried again while the folder is here; training goes on, and the
+right, and then writes the manifest. A failed copy is tried again while the folder is here; training goes on, and the
 failure is logged. A run whose folder lacks the newest step copies it back, each rank its share; it is verified as it is
 loaded, like any checkpoint.
 """
@@ -87,7 +87,7 @@ class RemoteCopies(Copies):
             except Exception:  # a bug: without this thread all later checkpoints would stay uncopied in silence
                 logger.exception("an error in copying checkpoints; training goes on")
 
-    # What a resumed run reads
+    # Reads of a resumed run
 
     def folders(self, local: Sequence[Path]) -> list[Path]:
         def merged() -> list[Path]:
@@ -133,7 +133,7 @@ class RemoteCopies(Copies):
         path = f"{folder.name}/{MANIFEST}"
         return manifests.parse_manifest(self._storage.read(path), f"{self._storage.url}/{path}")
 
-    # What a run writes
+    # Writes of a run
 
     def add(self, folder: Path) -> None:
         self._jobs.put(partial(self._copy, folder))

@@ -84,7 +84,7 @@ class RemoteOwner:
         return newest + 1
 
     def _read(self, number: int) -> dict[str, str] | None:
-        """Return what an owner wrote; None if that is no JSON, as after a kill while it was written to a disk."""
+        """Return the record of an owner; None if it is no JSON, as after a kill while it was written to a disk."""
         try:
             owner: dict[str, str] = json.loads(self._storage.read(f"{FOLDER}/{number:06d}"))
         except ValueError:

@@ -1,4 +1,4 @@
-"""Environment variables by which a launcher tells its ranks of the job."""
+"""Environment variables that describe a job to its ranks; a launcher sets them."""
 
 import os
 

@@ -1,8 +1,8 @@
 """Every setting of a run, one dataclass per TOML section; `--help` prints the string under each field.
 
 No torch here: the config is checked before torch is imported, on machines that may not have it. `load.py` reads
-files and overrides into these classes. A key is one line: its type, with notes on its limits, on what it `Needs` to
-have an effect and on the call that applies it (`AppliedBy`); `checks.py` has what needs more than one key.
+files and overrides into these classes. A key is one line: its type, with notes on its limits, on the conditions for
+its effect (`Needs`) and on the call that applies it (`AppliedBy`); `checks.py` has the checks between keys.
 
 A forked recipe adds a section by subclassing `Config`:
 
@@ -40,7 +40,7 @@ class IsPath(NamedTuple):
 
 
 class AppliedBy(NamedTuple):
-    """The call with which a recipe applies a key, or the keys of a section: see `applied_keys.py`."""
+    """The call that applies a key, or the keys of a section, in a recipe: see `applied_keys.py`."""
 
     call: str
     is_replaceable: bool = False
@@ -64,7 +64,7 @@ class OfKinds(NamedTuple):
     kinds: tuple[str, ...]
 
 
-# What several keys need, and the calls that apply several.
+# Needs that several keys share, and calls that apply several keys.
 EXPERTS = Needs("model.experts over 0")
 BALANCED = Needs(f'{EXPERTS.words} and model.balance_loss = "sequence" or "global"')
 LLAMA = Needs('model.family = "llama"')
@@ -233,7 +233,7 @@ class Model:
     head_dim: Natural = 0
     """width of one head (Q), even; 0: hidden / heads"""
     latent_kv_width: Annotated[Natural, LATENT] = 0
-    """width of the latent of a token, from which the keys and values of all heads are projected (kv_lora_rank)"""
+    """width of a token's latent; the keys and values of all heads are projected from it (kv_lora_rank)"""
     latent_q_width: Annotated[Natural, LATENT] = 0
     """the same of queries (q_lora_rank); 0: these are projected from the hidden states"""
     latent_norm_epsilon: Annotated[Positive, LATENT] = 1e-6
@@ -249,15 +249,15 @@ class Model:
     delta_value_heads: Annotated[Natural, DELTA] = 0
     """heads of its values, each with a state of delta_key_dim x delta_value_dim numbers; 0: heads"""
     delta_key_dim: Annotated[Natural, DELTA] = 0
-    """width of one of its keys; 0: that of a head"""
+    """width of one of its keys; 0: the width of a head"""
     delta_value_dim: Annotated[Natural, DELTA] = 0
-    """width of one of its values; 0: that of a head"""
+    """width of one of its values; 0: the width of a head"""
     delta_conv: Annotated[int, Bound(at_least=2), DELTA] = 4
     """tokens that the convolution of its queries, keys and values sees, the current one included"""
     delta_norm_epsilon: Annotated[NonNegative, DELTA] = 0.0
     """norm_epsilon of the norm of its results; 0: the same"""
     delta_negative: Annotated[bool, DELTA] = False
-    """let a token turn over what the state says of its key, not only forget it: negative eigenvalues (OLMo Hybrid)"""
+    """let a token negate the state's value for its key, not only forget it: negative eigenvalues (OLMo Hybrid)"""
     ffn: Count = 1024
     """width of the feed-forward layer (F)"""
     experts: Annotated[int, Bound(at_least=0, at_most=2**15 - 1)] = 0
@@ -277,8 +277,8 @@ class Model:
     shared_gate: Annotated[bool, Needs("model.shared_experts over 0")] = False
     """the result of the shared experts is multiplied by the sigmoid of a number per token (Qwen3-Next)"""
     dense_beside: Annotated[bool, Needs(f'{EXPERTS.words} and model.norm_position = "both"')] = False
-    """sparse blocks have a dense layer of width ffn beside the experts: both read the residual stream, each between two
-    norms, and are added; the router reads it normed and scaled, and each expert has a factor (Gemma 4)"""
+    """sparse blocks have a dense layer of width ffn next to the experts: both read the residual stream, each between
+    two norms, and are added; the router reads it normed and scaled, and each expert has a factor (Gemma 4)"""
     dense_layers: Annotated[Natural, EXPERTS] = 0
     """first blocks that have one feed-forward layer of width ffn instead of experts"""
     router_score: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = "softmax"
@@ -332,10 +332,10 @@ class Model:
     """where a block's norms are; before: of the input of attention and of the feed-forward layer; after: of their
     results, before these are added to the residual stream (OLMo 2); both (Gemma 2)"""
     norm_offset: Annotated[bool, LLAMA] = False
-    """weights of RMSNorm, those of queries and keys too, are added to 1: they start at 0, and weight decay pulls them
+    """weights of RMSNorm, also for queries and keys, are added to 1: they start at 0, and weight decay pulls them
     to 1 (Gemma)"""
     block_scale: Annotated[bool, Needs('model.norm_position = "both"')] = False
-    """what leaves a block is multiplied by a number, which is 1 or published, and is not trained (Gemma 4)"""
+    """the output of a block is multiplied by a number, which is 1 or published, and is not trained (Gemma 4)"""
     activation: Annotated[Literal["silu", "gelu_tanh", "clamped_silu"], LLAMA] = "silu"
     """function of the gate in a feed-forward layer, and in an expert; gelu_tanh: the tanh form of GELU (Gemma);
     clamped_silu: x * sigmoid(1.702 x), of x up to 7, and 1 is added to the other factor, from -7 to 7 (gpt-oss)"""
@@ -344,8 +344,8 @@ class Model:
     score_softcap: NonNegative = 0.0
     """attention's scores s become softcap * tanh(s / softcap), before the mask (Gemma 2); 0: off. Not with "sdpa" """
     attention_gate: Literal["none", "element", "head"] = "none"
-    """the results of attention are multiplied by the sigmoid of a projection of its input; element: as many numbers as
-    results, from q_proj (Qwen3-Next); head: one number per head, from head_gate"""
+    """the results of attention are multiplied by the sigmoid of a projection of its input; element: one number per
+    element, from q_proj (Qwen3-Next); head: one number per head, from head_gate"""
     embedding_multiplier: Positive = 1.0
     """factor of the token embeddings, rounded to training.dtype; Gemma: sqrt(hidden). The output projection does not
     have it, also with tied_embeddings"""
@@ -390,7 +390,7 @@ class Model:
     rope_query_scale: Annotated[NonNegative, YARN] = 0.0
     """yarn: queries are multiplied by 1 + this * ln(1 + floor(position / rope_original_length)) (Ministral 3)"""
     rope_proportional: Annotated[bool, ROTARY] = False
-    """angles are those of whole heads, and rotary_fraction is the share of them, the fastest, that turn: the first
+    """angles are computed for whole heads, and rotary_fraction is the share of them, the fastest, that turn: the first
     features of each half of a head (Gemma 4)"""
     rope_interleaved: Annotated[bool, ROTARY] = False
     """rotary positions turn pairs of neighboring features, instead of those that are half of their width apart"""
@@ -402,14 +402,14 @@ class Model:
     base_width: Annotated[Natural, AppliedBy("build_optimizer(stages, config.optimizer), or parameter_groups")] = 0
     """hidden of a narrower model whose learning_rate and initial_std hold for this one, too (muP for AdamW); 0: off"""
     mtp_depth: Annotated[Natural, BUILD] = 0
-    """multi-token prediction: blocks (D) after the last one, each of which predicts a token that is one further ahead
+    """multi-token prediction: blocks (D) after the last one, each predicting a token that is one further ahead
     (DeepSeek-V3); they train the model, and generation does not run them; 0: none"""
     mtp_weight: Annotated[Positive, MTP] = 0.3
-    """weight of the mean loss of the mtp_depth further tokens in the gradients; the loss that is printed is that of the
-    next token alone"""
+    """weight of the mean loss of the mtp_depth further tokens in the gradients; the loss that is printed is the loss
+    of the next token alone"""
     frozen: Annotated[str, BUILD] = ""
-    """regular expression of the parameters that are not trained; it must match their whole names, which are those of
-    Hugging Face's Llama without "model.", e.g. 'embed_tokens.*|layers\\.[01]\\..*'; empty: all are trained"""
+    """regular expression of the parameters that are not trained; it must match their whole names, as in Hugging
+    Face's Llama without "model.", e.g. 'embed_tokens.*|layers\\.[01]\\..*'; empty: all are trained"""
     attention: Annotated[
         Literal["eager", "sdpa", "flash", "flex"],
         Unsupported("flash4", 'write "flash", which calls flash-attn-4 where it is installed and has kernels'),
@@ -444,12 +444,12 @@ class Model:
 
     @property
     def blocks(self) -> int:
-        """Blocks in all: `layers`, and behind them those of multi-token prediction, which are as the last one."""
+        """Blocks in all: `layers`, and after them the blocks of multi-token prediction, which are like the last one."""
         return self.layers + self.mtp_depth
 
     @property
     def predictions(self) -> int:
-        """Tokens that each token predicts: the next one, and those of multi-token prediction."""
+        """Tokens that each token predicts: the next one, and `mtp_depth` tokens further ahead."""
         return 1 + self.mtp_depth
 
     @property
@@ -547,7 +547,7 @@ class Model:
 
     @property
     def rotary_width(self) -> int:
-        """Features of a head that have angles, of which some may be 0."""
+        """Features of a head that have angles; some of these may be 0."""
         return self.head_width if self.rope_proportional else self.turned_width
 
     @property
@@ -645,7 +645,7 @@ class Source:
     weight: Positive = 1.0
     """share of the sequences, relative to the other sources; with [[data.stage]], of those held out only"""
     max_epochs: NonNegative = 0.0
-    """passes over the source, then it leaves the mixture; 0: as many as the training takes"""
+    """passes over the source, then it leaves the mixture; 0: no limit"""
 
 
 @dataclass(frozen=True)
@@ -658,7 +658,7 @@ class MixtureStage:
     """share of the training sequences of each source, in the order of data.sources; 0: none of it; empty: its
     weight"""
     until_tokens: Natural = 0
-    """in place of until: the last step is the first after which the run has read so many tokens"""
+    """in place of until: the last step is the first after which the run has read this number of tokens"""
     global_batch_size: Natural = 0
     """sequences in one step; 0: training.global_batch_size"""
     sequence_length: Natural = 0
@@ -673,7 +673,7 @@ class Data:
     sources: tuple[Source, ...] = (Source(),)
     """one [[data.sources]] table per source"""
     validation: tuple[Source, ...] = ()
-    """one [[data.validation]] table per source to evaluate on, all of it and in place of what sources hold out"""
+    """one [[data.validation]] table per source to evaluate on, all of it, in place of held-out parts of data.sources"""
     tokenizer: Annotated[str, IsPath(names=("bytes",))] = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json"""
     dtype: Annotated[Literal["", "uint16", "int32", "uint32", "int64"], Needs('a source of kind "nanogpt"')] = ""
@@ -689,7 +689,7 @@ class Data:
     """how texts become sequences; concatenate: one after another, cut wherever a sequence ends; best_fit: whole, cut
     only if longer than a sequence, with a little padding that is not trained"""
     fim_rate: Fraction = 0.0
-    """share of the documents in data.sources whose middle is trained after what follows it (fill-in-the-middle); it
+    """share of the documents in data.sources whose middle is trained after the suffix (fill-in-the-middle); it
     belongs to the tokens of a corpus, so sources of tokens have their own"""
     fim_style: Annotated[Literal["psm", "spm"], Needs("data.fim_rate over 0")] = "psm"
     """fill-in-the-middle: psm: prefix, suffix, middle; spm: suffix, then prefix and middle"""
@@ -824,7 +824,7 @@ class Schedule:
     final_fraction: Annotated[Fraction, Needs("a schedule.name that is not constant")] = 0.1
     """rate at the last step, as a fraction of the peak"""
     by_tokens: Annotated[bool, Needs("stages of other sizes (data.stage)")] = False
-    """the rate follows the tokens before a step, not its number: warmup_steps is the tokens of as many average steps"""
+    """the rate follows the tokens before a step, not its number: warmup_steps counts steps of average size"""
 
 
 PipelineSchedule = Literal[
@@ -886,7 +886,7 @@ class Parallel:
         Literal["exact", "optimistic"], Needs("parallel.ep over 1", "idle"), AppliedBy("TrainStep(...)", True)
     ] = "exact"
     """with ep: exact: the host waits in each sparse block for the number of rows that a rank gets; optimistic: it does
-    not, as rows travel in padded buffers; a step in which they do not fit runs again without buffers"""
+    not, as rows travel in padded buffers; a step where they do not fit runs again without buffers"""
     sequence_parallel: Annotated[bool, Needs("parallel.tp over 1", "idle")] = False
     """with tp: also split the sequence between the matrices (norms and residuals)"""
     regather: Annotated[bool, REGATHERED] = False
@@ -1021,12 +1021,12 @@ class Lora:
 
 
 FUNCTION_SECTIONS = ("model", "lora")
-"""sections that decide what a model with given tensors computes"""
+"""sections that determine the results of a model with given tensors"""
 
 
 @dataclass(frozen=True)
 class TrainedParameters:
-    """The trained parameters: those of the model that `model.frozen` does not match, or added updates instead.
+    """The trained parameters: all that `model.frozen` does not match, or added updates instead.
 
     An update adds B A x to the product W x of a matrix, with a factor A of `rank` rows and B of `rank` columns.
     """
@@ -1063,8 +1063,8 @@ class Checkpoint:
     keep_every: Annotated[Natural, Needs("checkpoint.keep and checkpoint.interval over 0")] = 0
     """steps between checkpoints that are kept for good, a multiple of interval; 0: none"""
     remote: str = ""
-    """URL of fsspec, as s3://bucket/run, to which each checkpoint is copied in the background, and from which a run
-    goes on whose folder lacks the newest one; empty: none"""
+    """URL of fsspec, as s3://bucket/run: each checkpoint is copied to it in the background, and a run whose folder
+    lacks the newest one continues from it; empty: none"""
     asynchronous: Switch = "auto"
     """write in the background while training goes on; needs host memory for a copy of the rank's state; auto: on GPUs,
     if half of the host's available memory holds the copies"""
@@ -1079,7 +1079,7 @@ class Metrics:
     tensorboard: bool = True
     """write TensorBoard files next to metrics.jsonl"""
     peak_tflops: NonNegative = 0.0
-    """TFLOP/s of a rank's device, of which MFU and HFU are shares; 0: those of a GPU's data sheet; a CPU has no MFU"""
+    """peak TFLOP/s of a rank's device, for MFU and HFU; 0: from a GPU's data sheet; a CPU has no MFU"""
     wandb: str = ""
     """project of Weights & Biases that gets the records and the config; empty: none; needs the extra wandb"""
     mlflow: str = ""

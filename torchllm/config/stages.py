@@ -55,7 +55,7 @@ def spans_of(data: Data, training: Training, position: Progress = START) -> list
         batch = stage.global_batch_size or training.global_batch_size
         length = stage.sequence_length or training.sequence_length
         until = stage.until
-        if stage.until_tokens:  # the first step with as many
+        if stage.until_tokens:  # the first step that reaches it
             until = position.steps - (position.tokens - stage.until_tokens) // (batch * length)
         of_stage = replace(training, global_batch_size=batch, sequence_length=length)
         spans.append(StageSteps(f"data.stage.{index}" if data.stage else "training", position, until, of_stage))

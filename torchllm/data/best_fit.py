@@ -141,7 +141,7 @@ class BestFitCorpus(Corpus):
         return BestFitCorpus(self.folder, self._records, length, self._cache)
 
     def _counts(self) -> Ints:
-        """Return the number of sequences of each group, those of SPLITS one after another."""
+        """Return the number of sequences of each group, in the order of SPLITS."""
         file = self._cache / f"{self.fingerprint}-{self._length}.npy"
         groups = [(split, group) for split in SPLITS for group in range(self._first_groups[split][-1])]
         if file.is_file():

@@ -175,7 +175,7 @@ class ShardStream(ABC):
         return None
 
     def verify(self, split: Split, number: int, pace: Callable[[int], None] = lambda size: None) -> None:
-        """Compare a shard's file with what was written, and record it as verified. Raises DamagedFile."""
+        """Check that a shard's file is as it was written, and record it as verified. Raises DamagedFile."""
         raise NotImplementedError  # a subclass whose `unverified_file` returns files defines it
 
     def bytes_of(self, split: Split, number: int) -> int:

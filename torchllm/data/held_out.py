@@ -1,7 +1,7 @@
 """The sequences that evaluations read: never trained on, and the same for every seed and layout.
 
-They are those of `data.validation` or, without it, what each of `data.sources` holds out. A batch holds sequences of
-one source, so that an evaluation also has the loss of each source.
+They come from `data.validation` or, without it, from the held-out part of each of `data.sources`. A batch holds
+sequences of one source, so that an evaluation also has the loss of each source.
 """
 
 import heapq

@@ -148,7 +148,7 @@ class TrainLoader:
         self._consumed = 0
         self._steps = 0
         self._proven = 0
-        """steps up to which the data was right when they read it"""
+        """number of first steps whose data was right when they read it"""
         self._batches: Iterator[Any] | None = None
         self._counts_epochs = counts_epochs
         self._sources, self._validation = sources, validation

@@ -76,7 +76,7 @@ def _fingerprints(sources: Sequence[SequenceSource]) -> str:
 
 
 def _on_all_ranks(ranks: DataRanks, action: Callable[[], tuple[T, str]]) -> tuple[T, list[str]]:
-    """Call `action` on every rank; return this rank's result, and the texts beside the results of all, by rank.
+    """Call `action` on every rank; return this rank's result, and the texts of all ranks, by rank.
 
     Raises DataError on all ranks if it fails on one, so that no rank waits forever.
     """

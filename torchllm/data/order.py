@@ -163,7 +163,7 @@ class PlannedStage(NamedTuple):
     weights: tuple[float, ...]
     """share of each source; 0: not drawn"""
     length: int = 0
-    """tokens in a sequence; 0: those of training.sequence_length"""
+    """tokens in a sequence; 0: training.sequence_length"""
 
 
 class UsedUp(NamedTuple):
@@ -186,7 +186,7 @@ class LimitedStages(NamedTuple):
 def uses_in_length(used: Sequence[int], sizes: Sequence[int], new_sizes: Sequence[int]) -> list[int]:
     """Return the numbers of sequences of another length that are as large a part of the sources, rounded up.
 
-    used: of each source, in sequences of which it has `sizes`; it has `new_sizes` of the other length.
+    used, sizes: used sequences of each source, and all of them. new_sizes: all of the other length.
     """
     return [-(-count * new // old) for count, old, new in zip(used, sizes, new_sizes, strict=True)]
 

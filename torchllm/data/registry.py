@@ -1,7 +1,7 @@
-"""What opens sources and tokenizer files, by their kind. Tools add theirs here, so that the core imports no tool.
+"""Functions that open sources and tokenizer files, by kind. Tools add theirs here, so that the core imports no tool.
 
-`torchllm/tools/__init__.py` adds those of `torchllm/tools/prepare`, which are imported at the first source of their
-kind. A recipe adds a kind in the same way, and its name to the config's `Source.kind`.
+`torchllm/tools/__init__.py` adds the ones in `torchllm/tools/prepare`, imported at the first source of their kind.
+A recipe adds a kind in the same way, and its name to the config's `Source.kind`.
 """
 
 from collections.abc import Callable

@@ -33,7 +33,7 @@ BETWEEN_LOOKS = 64
 READ_AT_ONCE = 16
 """requests at a time, for the sequences of a step"""
 WAITS = (1.0, 5.0, 20.0, 60.0)
-"""seconds between attempts to read a block, above those of the storage's own package"""
+"""seconds between attempts to read a block, on top of the retries of the storage's own package"""
 
 
 def copy_description(url: str, cache: Path) -> Path:

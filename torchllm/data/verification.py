@@ -67,7 +67,7 @@ class Verification:
     def look(self, everything: bool = False) -> bool:
         """Verify the files that were changed since `begin`: everything, or the first of many bytes.
 
-        Return whether no file is left, so that what was read until now is right. Raises DamagedFile.
+        Return whether no file is left, so that the data read until now is right. Raises DamagedFile.
         """
         try:
             changed = self._find_changed()

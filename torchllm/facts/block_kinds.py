@@ -28,7 +28,7 @@ class BlockKind:
     stored: Callable[[Model, int], float] = lambda model, tp: 0.0
     """bytes per token that a block on one of `tp` ranks keeps for its backward, beyond the library's"""
     flops: Callable[[Model, int], int] = lambda model, sequence_length: 0
-    """FLOPs of one token's forward in a block beyond those of matrices, and beyond the library's"""
+    """FLOPs of one token's forward in a block, in addition to the library's, without the added matrices"""
 
     def shapes(self, model: Model) -> dict[str, Shape]:
         """Return the shapes of the added parameters, by name within the block."""
@@ -48,7 +48,7 @@ _KINDS = {LIBRARY.name: LIBRARY}
 def register_block(kind: BlockKind) -> None:
     """Let `model.block` name a kind of block. Call it where the module is imported, above `load_configs`.
 
-    UserError if a parameter's name is taken, it is not in a module of its own, or a value is unknown.
+    UserError if a parameter's name is taken, it is not in a separate module, or a value is unknown.
     """
     if kind.name == LIBRARY.name:
         raise UserError("register_block: a kind of block needs a name, which model.block is set to")

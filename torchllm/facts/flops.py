@@ -20,7 +20,7 @@ from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.facts.shapes import block_shapes, parameter_shapes
 
 ALL_TRAINED = TrainedParameters()
-"""all parameters but those of model.frozen"""
+"""all parameters that model.frozen does not match"""
 
 
 class Matrices(NamedTuple):

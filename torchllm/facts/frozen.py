@@ -15,7 +15,7 @@ from torchllm.facts.shapes import parameter_shapes
 
 
 def problem_of_frozen(pattern: str, names: Collection[str]) -> str:
-    """Return what is wrong with a model.frozen that is not empty; empty if it is right. names: of all parameters."""
+    """Return the error in a model.frozen that is not empty; empty if it is right. names: of all parameters."""
     try:
         frozen = [name for name in names if re.fullmatch(pattern, name)]
     except re.error as error:
@@ -47,7 +47,7 @@ def blocks_without_backward(model: Model) -> int:
 
 
 def flops_without_gradients(model: Model, core_flops: Sequence[float]) -> float:
-    """Return the FLOPs of one token's gradients that model.frozen saves: a third of those of a frozen weight.
+    """Return the FLOPs of one token's gradients that model.frozen saves: a third of the FLOPs of a frozen weight.
 
     It is two thirds where no gradient of the input is needed either: before the first trained parameter. core_flops:
     `flops.core_flops` of each block.

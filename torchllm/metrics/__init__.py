@@ -1,4 +1,4 @@
-"""The meter of a run, what observes it, and the files and lines that it writes.
+"""The meter of a run, its observers, and the files and lines that it writes.
 
 Profiles, trackers and reports are in tools/watch. Imports: config, facts, runtime, models, data, parallel, optim,
 train, checkpoint.

@@ -52,7 +52,7 @@ class AppendedFile:
         return False
 
     def _cut(self, descriptor: int) -> None:
-        """Cut off what was written of a record that failed."""
+        """Cut off the written part of a record that failed."""
         if self._torn:
             os.ftruncate(descriptor, self._length)
             self._torn = False

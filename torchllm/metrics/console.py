@@ -131,7 +131,7 @@ def _load(record: Record) -> list[str]:
 
 
 def _extra(record: Record) -> list[str]:
-    """Return what a forked recipe has added to a record."""
+    """Return the values that a forked recipe has added to a record."""
     words = []
     for key, value in record.items():
         group = key.partition("/")[0]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ExpertLoads(NamedTuple):
-    """What the routers did in a step, on the host."""
+    """Routing statistics of a step, on the host."""
 
     tokens: list[list[int]]
     """of each expert, by block with experts"""
@@ -24,11 +24,11 @@ class ExpertLoads(NamedTuple):
 
     @property
     def largest(self) -> list[float]:
-        """Return, for each block, the tokens of the expert with most of them as a multiple of the mean."""
+        """Return the tokens of the most loaded expert of each block, as a multiple of the mean."""
         return [max(block) * len(block) / max(1, sum(block)) for block in self.tokens]
 
     def as_record(self) -> Record:
-        """Return what a record has of it."""
+        """Return the loads as keys and values of a record."""
         experts = len(self.tokens[0])
         record: Record = {
             "experts/largest_load": max(self.largest),

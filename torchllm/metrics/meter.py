@@ -1,7 +1,7 @@
 """Turns the result of a step into a record, in logged steps only; between them nothing waits for the device.
 
 Keys of a record, which is one line of metrics.jsonl. "Interval": the steps since the last logged one. null: unknown, or
-not finite. A profiled step has a line of its own: breakdown/PART, the part's share of the step (`breakdown.py`). So has
+not finite. A profiled step has a separate line: breakdown/PART, the part's share of the step (`breakdown.py`). So has
 an evaluation of tasks: tasks/TASK/METRIC.
 
     step               the step, from 1
@@ -20,24 +20,24 @@ an evaluation of tasks: tasks/TASK/METRIC.
     learning_rate      learning rate of this step
     tokens             input tokens consumed since step 1 of the run, resumed or not
     tokens_per_second  input tokens of all ranks per second, over the interval
-    targets_per_second target tokens of all ranks per second, over the interval: in fine-tuning, what is trained
+    targets_per_second target tokens of all ranks per second, over the interval: in fine-tuning, the trained ones
     step_seconds       mean over the interval, without evaluation and checkpoints
     data_seconds       mean wait of this rank for a batch, over the interval; part of step_seconds
     mfu                model FLOPs utilization, a fraction: tokens/s * (6 N + 12 L H Q S) / peak of all devices (PaLM);
                        N are all parameters, and of experts those that a token uses; null where the peak is unknown
                        (of a CPU, without metrics.peak_tflops), and over 1;
-                       with [float8] the peak is float8's, twice that of bfloat16; with updates of frozen weights
+                       with [float8] the peak is float8's, twice the bfloat16 peak; with updates of frozen weights
                        4 N + 6 n instead of 6 N, n being the trained parameters
     mfu_unmasked       the same, counting only the attention that the causal and document masks leave
-    hfu                mfu plus what is recomputed in the backward pass
+    hfu                mfu plus the FLOPs that are recomputed in the backward pass
     memory_gib         GPU: highest memory in live tensors since the start, on this rank; CPU: this process's resident
                        set (macOS: its highest so far)
     memory_reserved_gib
-                       GPU: highest memory that torch's allocator has taken from the driver, which is what must fit
-    allocation_retries GPU: how often the allocator had to give back what it did not use, and to wait for the device
+                       GPU: highest memory that torch's allocator has taken from the driver: this must fit
+    allocation_retries GPU: how often the allocator had to free unused memory, and to wait for the device
     experts/largest_load
                        tokens of the expert that had most in this step, as a multiple of the mean of its block; of the
-                       block where that is largest. 1: all experts have as many
+                       block where that is largest. 1: all experts have the same number
     experts/entropy    of a token's scores, as a share of ln E: 1: they are equal, 0: they are one expert's
     experts/dead       experts, over all blocks, that no token of this step used
     experts/dropped_tokens
@@ -50,7 +50,7 @@ an evaluation of tasks: tasks/TASK/METRIC.
     experts/repeated_steps
                        steps of this process so far that ran twice, as rows did not fit; with the same key
     gpu/busy           rank 0's GPU, by its driver (needs the package nvidia-ml-py): share of the driver's last sample
-                       period in which a kernel ran
+                       period during which a kernel ran
     gpu/watts          its power
     gpu/mhz            clock of its multiprocessors; it falls when the GPU is too hot or over its power limit
     gpu/celsius        its temperature
@@ -178,7 +178,7 @@ class Meter:
 
     @contextmanager
     def _shown(self, cause: str) -> Iterator[None]:
-        """Return a context in which the user sees that the run is busy with `cause`."""
+        """Return a context that shows the user that the run is busy with `cause`."""
         if self.console is None:
             yield
             return
@@ -197,8 +197,8 @@ class Meter:
         """Count a step; write and return its record if it is logged (the same steps on all ranks), else None.
 
         Logged are the first step of the process, every `log_interval`-th, the last, evaluated ones and forced ones.
-        `extra` is what a forked recipe adds to the record: rank 0's is written. A tensor () is read in a logged step
-        only, so it may be on the device. ValueError if the record has one of its keys.
+        `extra`: values that a forked recipe adds to the record; rank 0's are written. A tensor () is read in a logged
+        step only, so it may be on the device. ValueError if the record has one of its keys.
         """
         self.steps += 1
         length = result.length or self.training.sequence_length
@@ -226,7 +226,7 @@ class Meter:
         return record
 
     def close(self) -> None:
-        """Close the sinks, and the account with what came after the last logged step."""
+        """Close the sinks, the file of expert loads and the console."""
         for sink in self.sinks:
             sink.close()
         if self.loads_file is not None:
@@ -243,8 +243,8 @@ class Meter:
             self.console.write(step, record)
 
     def _charge_compilation(self, record: Record) -> None:
-        """Charge what the first step took beyond the next ones: compilation, allocation, warm-up."""
-        # Without the wait for data: that of a first step is long, and charged to "data" already.
+        """Charge the time of the first step beyond the next one's: compilation, allocation, warm-up."""
+        # Without the wait for data, which is long in a first step, and already charged to "data".
         seconds = (record["step_seconds"] or 0.0) - (record["data_seconds"] or 0.0)
         if self.first:
             self.first_seconds = seconds
@@ -334,7 +334,7 @@ class Meter:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return GiB, or nan: a GPU's highest memory in live tensors since the start; on a CPU what is resident."""
+    """Return GiB, or nan: a GPU's highest memory in live tensors since the start; on a CPU the resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if sys.platform == "linux":
@@ -345,7 +345,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 def allocator_record(device: torch.device) -> Record:
-    """Return what a GPU's allocator has reserved at most, and how often it had to try again, since the start."""
+    """Return the peak memory that a GPU's allocator has reserved, and the number of its retries, since the start."""
     return {
         "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         "allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
@@ -370,11 +370,11 @@ def read_gpu(device: torch.device) -> dict[str, float]:
 def peak_flops(settings: Metrics, device: torch.device, dtype: torch.dtype, float8: bool = False) -> float | None:
     """Return the FLOP/s that a rank's matrix products of `dtype` reach at most; None if unknown.
 
-    It is `settings.peak_tflops`, or that of a GPU's data sheet: for bfloat16, or for float32 if TF32 is on (no tensor
+    It is `settings.peak_tflops`, or from a GPU's data sheet: for bfloat16, or for float32 if TF32 is on (no tensor
     core computes in full float32: None). A CPU's is not measured: on a busy machine too little would be found.
 
-    float8: the run has products in float8. Then the peak is that of float8, though the head and attention are bfloat16:
-    the larger peak, against which no run looks better than it is.
+    float8: the run has products in float8. Then the peak is float8's, though the head and attention are bfloat16: with
+    the larger peak no run looks better than it is.
     """
     if settings.peak_tflops or device.type != "cuda":
         return 1e12 * settings.peak_tflops or None

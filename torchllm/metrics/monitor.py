@@ -45,14 +45,14 @@ class Monitor:
         if runtime.is_main:
             self.start_up.enter_context(signs_of_life("start-up"))
         self.change: Change | None = None
-        """the config with which to go on from the last checkpoint; set by `wants_change`"""
+        """the config to continue with from the last checkpoint; set by `wants_change`"""
 
     def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: ObservedData, start: int) -> None:
         """Start the clocks, right before step `start` + 1, the first with this config.
 
-        Raises UserError if it does not train what the config says (`check_trained`, `refuse_unapplied`).
+        Raises UserError if the training does not follow the config (`check_trained`, `refuse_unapplied`).
         """
-        if not isinstance(data, TrainLoader):  # a fork's own knows what these keys mean to it
+        if not isinstance(data, TrainLoader):  # a fork's own loader decides about these keys
             applied("evaluate.interval")
             applied("finetune.epochs")
         self.read_health: Callable[[], Health] | None = None

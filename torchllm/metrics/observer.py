@@ -74,7 +74,7 @@ class Observer:
         """Called when `seconds` of this rank went to "data", "evaluate", "checkpoint" or "compile", not to a step."""
 
     def logged(self, n: int, record: Record) -> None:
-        """Called after a logged step; the keys of a record are those of `metrics/meter.py`."""
+        """Called after a logged step; `metrics/meter.py` describes the keys of a record."""
 
     def evaluated(self, n: int, loss: float) -> None:
         """Called after an evaluation; loss: nats per held-out target token."""

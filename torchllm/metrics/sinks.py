@@ -38,7 +38,7 @@ class Sink(Protocol):
         """Take the record of a step. OSError: not yet; the record comes again with a later one."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write the records that are not written yet."""
 
 
 class WaitingRecord(NamedTuple):
@@ -52,7 +52,7 @@ class TolerantSink:
     """Stands before a sink whose failures end nothing: the first is logged with the sink's name, training goes on.
 
     Records that met an OSError (a full disk) wait, `waiting` of them at most, and go to the sink before the next one
-    when it works again. A record at which the sink raised anything else is dropped.
+    when it works again. A record that made the sink raise anything else is dropped.
     """
 
     def __init__(self, name: str, sink: Sink, waiting: int = WAITING_RECORDS) -> None:
@@ -113,8 +113,8 @@ class JsonLines:
 
     A run resumed after step `start` first cuts off the lines of later steps, so that no step is in the file twice.
     Lines after the last record up to `start` that are no records (the end of a killed run) are cut off too, with a
-    warning. Only what is cut off is read, and the block before it. Values that are not finite become null: JSON has no
-    NaN.
+    warning. Only the part that is cut off is read, and the block before it. Values that are not finite become null:
+    JSON has no NaN.
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:
@@ -144,7 +144,7 @@ def _finite(value: Any) -> Any:
 
 
 class TensorBoard:
-    """Writes TensorBoard files. What an earlier launch wrote after step `start` is hidden.
+    """Writes TensorBoard files. Points that an earlier launch wrote after step `start` are hidden.
 
     TensorBoard shows groups of curves in the order of the alphabet, and so the curves of a group. The names are chosen
     for it: loss, validation loss, speed and memory come first; then performance, progress, system, time_share, update.
@@ -183,7 +183,7 @@ class TensorBoard:
         "validation_bits_per_byte": "validation_bits_per_byte",
         "validation_loss": "validation_loss",
     }
-    """keys with a slash: what stands before it -> group of the curve"""
+    """keys with a slash: the part before it -> group of the curve"""
 
     LAYOUT: Mapping[str, Mapping[str, Sequence[str | Sequence[str]]]] = {
         "Does it learn?": {
@@ -202,7 +202,7 @@ class TensorBoard:
             "watts of the GPU": ["Multiline", ["system/watts"]],
         },
     }
-    """the page "custom scalars", in the order in which a person asks; a chart has a curve per run, so one tag"""
+    """the page "custom scalars", main questions first; a chart has a curve per run, so one tag"""
 
     def __init__(self, folder: Path, start: int = 0, config: str = "") -> None:
         """config: text that the page "text" shows."""

@@ -1,4 +1,4 @@
-"""The decoder and its parts, for one process; the seams at which a layout exchanges parts.
+"""The decoder and its parts for one process; the seams where a layout exchanges parts.
 
 Nothing here knows of ranks: sharding is in parallel. Imports: config, facts, runtime.
 """

@@ -112,7 +112,7 @@ def build_attention(model: Model) -> Attention:
 
 
 class Core(nn.Module):
-    """An attention core of the library: what it reads of its block's view."""
+    """Base of the library's attention cores, with the values that they read from their block's view."""
 
     shares_causal_mask = False
     """whether the blocks share a mask where tokens see all before them; else a core needs none"""

@@ -40,7 +40,7 @@ WIDTH_UNIT = 8
 
 
 class Entries(NamedTuple):
-    """Ranges of queries and ranges of keys, in pairs: a query sees the keys of its own entry.
+    """Ranges of queries and ranges of keys, in pairs: a query sees the keys of its entry.
 
     Tokens are counted over the sequences, one after the other; no entry has tokens of two sequences. Every query and
     every key is in one entry, which may have no queries or no keys.
@@ -75,7 +75,7 @@ class KeyMask(NamedTuple):
     """Which keys each query sees. By default all of them."""
 
     causal: bool = False
-    """query i of the block, or of an entry, sees keys 0 to i; there are as many queries as keys"""
+    """query i of the block, or of an entry, sees keys 0 to i; queries and keys are equal in number"""
     entries: Entries | None = None
     """parts of the block that hold pairs which see each other; None: all of it"""
     window: int = 0
@@ -264,7 +264,7 @@ class CpuKernel(_EntryByEntry):
         return Gradients(*kernel(d_out, q, k, v, *attention, 0.0, mask.causal, attn_mask=added, scale=self.scale))
 
     def _added(self, mask: KeyMask, dtype: torch.dtype) -> Tensor | None:
-        """Return what the kernel adds to the scores, (B, 1, S, T); None: it adds nothing."""
+        """Return the bias that the kernel adds to the scores, (B, 1, S, T); None: it adds nothing."""
         if mask.visible is None:
             return None
         hidden = ~mask.visible.unsqueeze(1)
@@ -373,7 +373,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _of_sequences(x: Tensor, q: Tensor) -> Tensor:
-    """Undo `_tokens`: (B S, H, Q) -> (B, H, S, Q), B and Q as those of q."""
+    """Undo `_tokens`: (B S, H, Q) -> (B, H, S, Q), B and Q as in q."""
     return x.unflatten(0, (len(q), -1)).transpose(1, 2)[..., : q.shape[-1]]
 
 

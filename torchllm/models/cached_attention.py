@@ -60,7 +60,7 @@ class CachedAttention(nn.Module):
         return F.scaled_dot_product_attention(q, keys, values, visible, **options).transpose(1, 2)
 
     def _eager(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, *of_heads: Tensor) -> Tensor:
-        """Return the attention of one query per text, (B, 1, H, Q), of which no fused kernel computes all."""
+        """Return the attention of one query per text, (B, 1, H, Q), where no fused kernel computes all of it."""
         view = replace(self.core.view, attention="eager")
         core_class = found("torchllm.models.attention:core_class")  # that file makes this core
         if visible is None:

@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = build_norm(model)
         self.mlp = found(feed_forward(model).build)(model)
         self.multiplier = model.residual_multiplier
-        """of what is added to the residual stream"""
+        """factor of the results that are added to the residual stream"""
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
@@ -215,7 +215,7 @@ def build_model(
     """Return the decoder with uninitialized weights; under `torch.device("meta")` it takes no memory.
 
     loss_chunk: number of tokens whose logits exist at a time; 0: all of a micro batch. z_loss: weight of the squared
-    log-sum-exp of the logits in the gradients; 0: none. weights_dtype: bfloat16 is not that of routers, see
+    log-sum-exp of the logits in the gradients; 0: none. weights_dtype: bfloat16 excludes routers, see
     `cast_parameters`.
     """
     applied("training.loss_chunk", loss_chunk)

@@ -67,7 +67,7 @@ class Router(nn.Module):
         self.product = PRODUCTS[model.router_dtype]
         self.top_k = model.top_k
         self.candidates: Callable[[Tensor], Tensor] = _all_experts
-        """replaceable: of the scores that choose, with -inf those of the experts that a token cannot choose"""
+        """replaceable: returns the scores that choose, with -inf for the experts that a token cannot choose"""
         self.groups, self.top_groups = model.router_groups, model.router_top_groups
         if self.groups > 1:
             self.candidates = partial(of_best_groups, groups=self.groups, best=self.top_groups)
@@ -101,7 +101,7 @@ class Router(nn.Module):
         return Routing(experts.flatten(0, -2), weights.flatten(0, -2))
 
     def own_parameters(self) -> tuple[Any, ...]:
-        """Return what `choose` gets besides the tokens: weights (E, D), and the bias of the logits (E), or None."""
+        """Return the inputs of `choose` after the tokens: weights (E, D), and the bias of the logits (E), or None."""
         return self.local(self.weight), None if self.logit_bias is None else self.local(self.logit_bias)
 
     def choose(self, x: Tensor, weight: Tensor, logit_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +183,7 @@ def _all_experts(scores: Tensor) -> Tensor:
 
 
 def group_scores(scores: Tensor, groups: int) -> Tensor:
-    """Return what groups of neighboring experts are chosen by, the sum of their best two: (..., E) -> (..., groups)."""
+    """Return the scores of groups of neighboring experts, the sum of their best two: (..., E) -> (..., groups)."""
     return scores.unflatten(-1, (groups, -1)).topk(2, dim=-1).values.sum(-1)
 
 
@@ -433,7 +433,7 @@ class SharedExperts(SwiGLU):
 
 
 class ResultGate(nn.Module):
-    """A number from 0 to 1 for each token, by which the result of the shared experts is multiplied."""
+    """A factor from 0 to 1 for each token's result of the shared experts."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class _AddBias(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (ends,) = ctx.saved_tensors
         gradient = gradient.contiguous()
-        ones = gradient.new_ones(len(gradient), ROW_BYTES // gradient.itemsize)  # as many as the kernel takes
+        ones = gradient.new_ones(len(gradient), ROW_BYTES // gradient.itemsize)  # the fewest that the kernel takes
         return gradient, grouped_weight_gradient(gradient, ones, ends)[..., 0], None
 
 

@@ -85,7 +85,7 @@ class Head(nn.Module):
         self.ahead: Tensor | None = None
         """with model.mtp_depth: sum of the mean loss of the tokens further ahead, in the same way"""
         self.text_labels: Tensor | None = None
-        """in an evaluation: labels (B, S) of the next forward pass without those of special tokens, and ..."""
+        """in an evaluation: labels (B, S) of the next forward pass without special tokens, and ..."""
         self.text_loss: Tensor | None = None
         """... the sum of the loss over these, () float32"""
         self.recomputes_logits = False
@@ -96,8 +96,8 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor | None = None, depth: int = 0) -> Tensor:
         """Return the sum of the loss in nats, () float32; with labels None, the logits (B, S, V) of all tokens.
 
-        hidden: (B, S, D). labels: (B, S). depth: both have the same of so many tokens further ahead behind them,
-        ((1 + depth) B, ...), whose mean loss is in the gradients, times `mtp_weight`, and not in the result.
+        hidden: (B, S, D). labels: (B, S). depth: tokens further ahead whose hidden states and labels follow in both,
+        ((1 + depth) B, ...); their mean loss is in the gradients, times `mtp_weight`, and not in the result.
         """
         if self.divisor != 1:
             hidden = hidden / self.divisor  # smaller than the logits
@@ -118,7 +118,7 @@ class Head(nn.Module):
         return _with_gradient(loss, self.mtp_weight * mean)
 
     def _with_penalty(self, sums: Tensor) -> "_Loss":
-        """Return the loss, whose gradient includes that of its z-loss. sums: as `cross_entropy` returns them."""
+        """Return the loss, whose gradient includes its z-loss. sums: as `cross_entropy` returns them."""
         if not self.z_loss:
             return _Loss(sums, None)
         loss, squares = sums

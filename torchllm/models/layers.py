@@ -119,7 +119,7 @@ def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
     """Return the angle per position, in radians, of each pair of features that is turned, (R / 2) float32.
 
     Angles follow RoFormer (Su et al. 2021, arXiv 2104.09864); `rope_scaling` slows them down for contexts that are
-    `rope_scaling_factor` times longer. With `rope_proportional` those of the slowest pairs are 0.
+    `rope_scaling_factor` times longer. With `rope_proportional` the angles of the slowest pairs are 0.
     """
     frequencies = _scaled_frequencies(model, device)
     if model.rope_proportional:
@@ -187,7 +187,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def neighbors_apart(x: Tensor, width: int) -> Tensor:
-    """Return x (..., Q) whose first `width` features have those of even indices first: `rotate` so turns neighbors.
+    """Return x (..., Q) with its first `width` features reordered, even indices first: `rotate` then turns neighbors.
 
     Scores do not change: queries and keys have the same order.
     """

@@ -21,7 +21,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def cached_core(self, *, room: int, padding: Tensor | None) -> nn.Module:
-        """Return a core that caches what a next token needs, for generation one token at a time.
+        """Return a core with a cache, for generation one token at a time.
 
         The first call has the prompts, each later one a token per text. room: tokens of the longest text. padding:
         tokens of the first call that no later token may see, (B, S) bool; None: there are none. UserError if the mixer

@@ -54,7 +54,7 @@ class PredictingDecoder(Decoder):
         document_limit: int = 0,
         ahead: Tensor | None = None,
     ) -> Tensor:
-        """Return what `Decoder.forward` does; the gradients of the loss are those of all depths."""
+        """Return the same as `Decoder.forward`; the gradients of the loss include all depths."""
         tokens: list[Tensor] = []
         targets: list[Tensor] = []
         if self.lm_head is not None and labels is not None:

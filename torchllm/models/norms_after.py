@@ -49,7 +49,7 @@ class NormAfterBlock(NormsAroundBlock):
 
 
 class ScaledBlock(NormsAroundBlock):
-    """Multiplies what leaves the block by a number that is not trained (Gemma 4)."""
+    """Multiplies the output of the block by a number that is not trained (Gemma 4)."""
 
     layer_scalar: Tensor
 

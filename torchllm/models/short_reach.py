@@ -30,7 +30,7 @@ class ShortReach(nn.Module):
     def forward(self, x: Tensor, document_ids: Tensor | None, *of_channels: Tensor) -> Tensor:
         """Map (B, S, C) -> (B, S, C), or (B, S, C, ...) -> (B, S, C, ...), each channel by itself.
 
-        No token reads another document's, and what is before a sequence is read as zeros. of_channels: parameters,
+        No token reads another document's, and positions before a sequence are read as zeros. of_channels: parameters,
         (C, ...) each.
         """
         raise NotImplementedError

@@ -1,11 +1,11 @@
 """Attention sinks: a learned number per query head that joins the denominator of the softmax (gpt-oss, OpenAI 2025,
 arXiv 2508.10925; Xiao et al. 2023, arXiv 2309.17453, section 3.3).
 
-A head can so attend to nothing: its weights of the keys sum to less than 1. The softmax is that of a text with one more
+A head can thus attend to nothing: its weights of the keys sum to less than 1. The softmax is as with one additional
 key, which every query sees, whose score is the sink and whose value is 0.
 
 The cores here take the sinks, (H), as a fifth input. Under a ring `parallel/ring.py` adds them to the merged result of
-all keys; windows over cp and Ulysses call these cores. Shapes are those of `attention.py`.
+all keys; windows over cp and Ulysses call these cores. Shapes are as in `attention.py`.
 """
 
 from collections.abc import Callable, Iterator

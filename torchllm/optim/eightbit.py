@@ -172,7 +172,7 @@ def levels_of(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _decades(in_lowest: int) -> list[float]:
-    """Return the levels of seven decades up to 1, each with twice as many as the one below."""
+    """Return the levels of seven decades up to 1, each with twice the number of the one below."""
     levels = []
     for decade in range(DECADES):
         number, end = in_lowest * 2**decade, 10.0 ** (decade + 1 - DECADES)

@@ -49,7 +49,7 @@ class ExpertBalance:
         """Update biases and shares from the tokens routed since the last call; return statistics, None without experts.
 
         Call it on all ranks, after a step's backward passes. applied: whether the step changes the weights, bool (); if
-        not, biases and shares do not change either. sums: those of `take_sums` over all ranks, in any shape;
+        not, biases and shares do not change either. sums: from `take_sums`, over all ranks, in any shape;
         None: they are taken and summed here.
         """
         if self.balance is None:

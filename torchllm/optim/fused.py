@@ -25,7 +25,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
     found_inf = torch.zeros(())  # unless `apply_if_finite` sets another
     state_device: torch.device | None = None
-    """of moments and counters; None: that of their parameter"""
+    """of moments and counters; None: their parameter's"""
 
     def __init__(self, groups: list[Group], config: OptimizerConfig) -> None:
         betas = (config.beta1, config.beta2)

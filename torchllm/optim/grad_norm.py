@@ -35,7 +35,7 @@ def grad_norm(stages: Sequence[nn.Module], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def squared_norm(stages: Sequence[nn.Module], device: torch.device) -> Tensor:
-    """Return this rank's part of the norm's square, float64 (), in as many operations for any number of parameters.
+    """Return this rank's part of the norm's square, float64 (); the number of operations does not grow with the model.
 
     float64 because a CPU's float32 norm of a large tensor is off by 1e-4, and because squares overflow float32.
     """

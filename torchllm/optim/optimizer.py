@@ -32,7 +32,7 @@ def settings_by_role(config: OptimizerConfig, width: float = 1.0) -> dict[Role, 
     """Return the settings of every role. width: `Model.width_ratio`.
 
     muP for Adam (Yang et al. 2022, arXiv 2203.03466, table 3): rates of matrices whose inputs grow with the width are
-    divided by it. What AdamW's decay takes off a weight, rate x decay, stays (Wortsman et al. 2023, arXiv 2309.14322).
+    divided by it. AdamW's decay of a weight, rate x decay, stays the same (Wortsman et al. 2023, arXiv 2309.14322).
     """
     decay, of_inputs = config.weight_decay, config.weight_decay * width
     return {
@@ -111,7 +111,7 @@ def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, fini
 
     The decision stays on the device if the optimizer reads `found_inf`, which is how torch's GradScaler skips steps:
     the optimizers of `build_optimizer` and torch's fused ones do. Any other optimizer needs a synchronization.
-    Raises UserError at the first step of a loop in which a key of the config is not applied (`refuse_unapplied`).
+    Raises UserError at the first step of a loop that does not apply a key of the config (`refuse_unapplied`).
     """
     refuse_unchecked_step()
     for group in optimizer.param_groups:

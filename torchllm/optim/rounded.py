@@ -1,7 +1,7 @@
 """AdamW with weights, moments or both in bfloat16, rounded stochastically; `eightbit.py` has moments in 8 bits.
 
 A float32 becomes one of the two nearest bfloat16, up with a probability equal to its distance from the lower one: 16
-random bits are added to its bits, of which the lower 16 are then cut off. The mean of many roundings is the float32
+random bits are added to its bits, and the lower 16 are then cut off. The mean of many roundings is the float32
 (Gupta et al. 2015, arXiv 1502.02551), while the nearest bfloat16 would lose every change of less than 2⁻⁹ of the
 value: a second moment with beta2 = 0.999 would hardly move, nor would a weight at the end of a schedule.
 
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     """Rows of this rank's part of a parameter, and of the tensors that are cut like it."""
 
     of: Callable[[Tensor], Tensor]
-    """returns those of a tensor"""
+    """returns these rows of a tensor"""
     first: int
     """index of the first one on this rank"""
 
@@ -42,7 +42,7 @@ class RoundedState:
     """Keeps the moments of an optimizer in bfloat16 between its steps; also rounds weights that are bfloat16."""
 
     def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype, device: torch.device | None = None) -> None:
-        """dtype: of the moments, float32 or bfloat16. device: of the state; None: that of each parameter."""
+        """dtype: of the moments, float32 or bfloat16. device: of the state; None: each parameter's."""
         self.seed = config_in_use().run.seed
         self.dtype = dtype
         self.device = device
@@ -71,7 +71,7 @@ class RoundedState:
     ) -> None:
         """Round an updated copy of rows if they are stored as bfloat16. FOOTGUN: `exact` may be overwritten.
 
-        name: of a moment, or weight. found_inf: if it is not 0, `exact` is what is stored.
+        name: of a moment, or weight. found_inf: if it is not 0, `exact` equals the stored rows.
         """
         stored = rows.of(state[name])
         if stored.dtype == torch.bfloat16:

@@ -11,7 +11,7 @@ from torchllm.optim.rounded import RoundedAdamW, RoundedState
 
 
 def build_rounded(stages: Sequence[nn.Module], groups: list[Group], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the groups, whose parameters are those of `stages`."""
+    """Return the optimizer of the groups, which have the parameters of `stages`."""
     if config.state_dtype == "int8":
         from torchllm.optim.eightbit import EightBitState  # of no use to other runs
 

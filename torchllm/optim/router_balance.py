@@ -86,7 +86,7 @@ class RouterBalance:
         return routing
 
     def _statistics(self, sums: Tensor) -> StepRouting:
-        """Return the statistics of all ranks and stages. sums: those of `take_sums`, over all ranks."""
+        """Return the statistics of all ranks and stages. sums: from `take_sums`, over all ranks."""
         model, names = self.model, penalty_names(self.model)
         sums = sums.view(-1, model.experts + 1 + len(names))
         # If three ranks route the same tokens, each adds a third of the counts, and the sum may not be a whole number.

@@ -15,7 +15,7 @@ class LearningRate:
     Step `warmup_steps` has the peak rate; the last step has `final_fraction` of it ("constant": the peak).
     "wsd" (warm-up, stable, decay) stays at the peak until the last `decay_steps` steps, by default a tenth of the run.
     There it falls linearly, or as 1 - sqrt(share of the decay that is done) (Hägele et al. 2024, arXiv 2405.18392).
-    With `schedule.by_tokens` a step counts for as many average steps as it has tokens, by the stages of the config.
+    With `schedule.by_tokens` steps are weighted by their tokens, which follow from the stages of the config.
     """
 
     def __init__(self, schedule: Schedule, peak: float, steps: int) -> None:

@@ -80,7 +80,7 @@ def share_attention(attention: Mixer, view: Model, shared: SharedSequences) -> N
         return
     kernel = ring_kernel(view, shared.mesh.device_type, shared.dtype)
     plain, core = core_class(view)(view), attention.core
-    read = ("window", "scale", "softcap")  # what a ring takes of the core
+    read = ("window", "scale", "softcap")  # values that a ring takes from the core
     if type(core) is not type(plain) or any(getattr(core, name) != getattr(plain, name) for name in read):
         giver = f"model.block = {view.block!r}" if view.block else f"model.mixer = {view.mixer!r}"
         raise UserError(
@@ -121,7 +121,7 @@ class UlyssesAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *of_heads: Tensor) -> Tensor:
         """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q) -> (B, S / n, H, Q).
 
-        of_heads: further inputs of the core, (H) each, of which it gets those of its heads.
+        of_heads: further inputs of the core, (H) each; it gets the values of its heads.
         """
         q, k, v = to_heads((q, k, v), self.group)
         of_own_heads = [x.unflatten(0, (self.ranks, -1))[self.rank] for x in of_heads]

@@ -13,7 +13,7 @@ ring: rank r has pieces r and 2 n - 1 - r of 2 n. The state goes through the pie
 linear: after a piece it is T S + A. So each rank computes T and A of its pieces, all ranks gather them, 2 x B x V x Q x
 (Q + P) float32 numbers from each, and a rank adds up the states before its own pieces. The backward is the same in the
 other direction, with the gradient of that state in place of A. The convolution takes r x W numbers per piece from the
-piece before, and sends as many gradients back. Documents stop both: T is 0 for a piece with a border.
+piece before, and sends their gradients back. Documents stop both: T is 0 for a piece with a border.
 """
 
 from typing import Any
@@ -93,7 +93,7 @@ class RingDelta(nn.Module):
         return joined(out.unflatten(0, (2, -1)))
 
     def gathered(self, of_pieces: Tensor) -> list[Tensor]:
-        """Return a tensor of each piece of all ranks, in the order of the sequence, given those of this rank's.
+        """Return a tensor of each piece of all ranks, in the order of the sequence, given this rank's.
 
         of_pieces: (2 B, ...).
         """
@@ -102,13 +102,13 @@ class RingDelta(nn.Module):
         return in_sequence(of_ranks)
 
     def own(self, of_pieces: list[Tensor]) -> Tensor:
-        """Return what belongs to this rank's pieces, as (2 B, ...)."""
+        """Return the tensors of this rank's pieces, as (2 B, ...)."""
         rank = self.neighbors.rank
         return torch.cat((of_pieces[rank], of_pieces[-1 - rank]))
 
 
 class PieceScan:
-    """The chunks of some pieces, and what the pieces are to the state before them."""
+    """The chunks of some pieces, and the pieces as functions of the state before them."""
 
     def __init__(self, core: DeltaCore, ids: Tensor, inputs: Any) -> None:
         """inputs: the streams, with r tokens before, then the weights. ids: (2 B, r + S / 2 n)."""
@@ -165,7 +165,7 @@ def scan_pieces(ring: RingDelta, ids: Tensor, inputs: Any) -> tuple[Tensor, Tens
 
 
 def scan_pieces_back(ring: RingDelta, ids: Tensor, states: Tensor, inputs: Any, d_out: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of the inputs, given that of the results and the states before this rank's pieces."""
+    """Return the gradients of the inputs, given `d_out` and the states before this rank's pieces."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]
         states = states.detach().requires_grad_()

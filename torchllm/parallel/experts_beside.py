@@ -1,4 +1,4 @@
-"""Tensor parallelism of experts beside a dense layer: each is cut as it is alone, and summed before its second norm."""
+"""Tensor parallelism of experts and a dense layer: each is cut as it is alone, and summed before its second norm."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,7 @@ def styles_of_beside(layer: nn.Module, hidden: Placement, shares_experts: bool) 
 
 
 class RoutedAlone(ParallelStyle):
-    """Routed experts whose results are summed over tp without those of another layer."""
+    """Routed experts whose results are summed over tp without another layer's."""
 
     def __init__(self, hidden: Placement, shares_experts: bool) -> None:
         self.inside = style_of_routed(hidden, shares_experts)

@@ -104,7 +104,7 @@ def apply_fsdp(
             if stage.lm_head.chunk:  # the peak may be in the forward pass: of whole logits it is in the backward pass
                 free_gather_buffer(last_unit)
             units.append(Unit(last_unit))
-    # The root has what no unit has, e.g. tied embeddings: last in the forward pass, first in the backward pass.
+    # The root has the rest, e.g. tied embeddings: last in the forward pass, first in the backward pass.
     shard(stage, reshard_after_forward=False)
 
     for module in fsdp_modules(stage):

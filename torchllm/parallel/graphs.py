@@ -2,13 +2,13 @@
 
 The host launches thousands of kernels in a step, each in some microseconds; where kernels are as short, the GPU waits
 for it. A graph has them all, with the addresses that they read and write, and its launch is one call. So its inputs are
-copied to where it reads them, and its gradients are each time at the same place. The memory that a step has at its
-peak, the graph keeps, in a pool of torch's allocator: what follows a backward (update, evaluation) comes on top of it.
+copied to where it reads them, and its gradients are each time at the same place. The graph keeps the peak memory of a
+step, in a pool of torch's allocator: update and evaluation, which follow a backward, need memory on top of it.
 
 The first steps run as they would without: they compile, make communicators, and choose kernels, which a capture
-forbids. A capture runs nothing; its graph is then replayed. What the host does during a forward pass, it does not do in
-a replay, so `graph_problems` in tools/config/rare_parts.py refuses what needs the host. No layout was replayed on a GPU
-yet; `python -m tests.hollow.capture` shows which can be captured.
+forbids. A capture runs nothing; its graph is then replayed. The host's work in a forward pass is not done in a replay,
+so `graph_problems` in tools/config/rare_parts.py refuses keys that need it. No layout was replayed on a GPU yet;
+`python -m tests.hollow.capture` shows which can be captured.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ class Graphed:
         return self.loss
 
     def _capture(self, batches: Sequence[Batch], scale: Tensor) -> None:
-        """Record what a step does. Parameters have no gradients yet, so that the graph makes them new."""
+        """Record the operations of a step. Parameters have no gradients yet, so that the graph makes them new."""
         own = []
         for batch in batches:
             copies: dict[str, Any] = {name: x.clone() for name, x in batch._asdict().items() if isinstance(x, Tensor)}

@@ -24,7 +24,7 @@ class InputOnHost:
     """The input of a block: a copy on the host, and for its backward on the device again."""
 
     def __init__(self, x: Tensor, before: "InputOnHost | None", host: torch.device) -> None:
-        """x: the input. before: that of the block before, whose backward comes next."""
+        """x: the input. before: the input of the block before, whose backward comes next."""
         self.storage = weakref.ref(x.untyped_storage())
         self.layout = x.shape, x.stride(), x.storage_offset()
         self.device = x.device
@@ -35,7 +35,7 @@ class InputOnHost:
         """times that autograd saves it"""
 
     def pack(self, saved: Tensor) -> object:
-        """Return what autograd keeps in the place of a tensor: this object, if it is the input."""
+        """Return the object that autograd keeps in place of a tensor: this one, if it is the input."""
         is_input = saved.untyped_storage() is self.storage()
         if not is_input or (saved.shape, saved.stride(), saved.storage_offset()) != self.layout:
             return saved
@@ -78,7 +78,7 @@ class InputOnHost:
             if not self.returned.is_cuda:
                 return self.returned.copy_(self.copy)
             stream = _stream_for_copies(self.device)
-            stream.wait_stream(torch.cuda.current_stream())  # in which its memory may still be used
+            stream.wait_stream(torch.cuda.current_stream())  # it may still use the memory
             with torch.cuda.stream(stream):
                 self.returned.copy_(self.copy, non_blocking=True)
                 self.arrived = stream.record_event()
@@ -97,7 +97,7 @@ class OffloadedInputs:
     """replaceable: a dry run counts no memory of the host"""
 
     def __init__(self, run: Callable[[BlocksWithInputs, Tensor], Tensor], size: int) -> None:
-        """run: runs blocks as without offload, of which each `size` have one input that is kept."""
+        """run: runs blocks as without offload. size: blocks per input that is kept."""
         self.run, self.size = run, size
 
     def __call__(self, blocks: BlocksWithInputs, x: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 Sharded: the projections from latents to heads by heads, and o_proj as in any attention. The projections to latents and
 their norms are whole on every rank: latents are narrow, and each head needs all of them.
 
-Sent, per block: with sequence parallelism a rank computes the latents of its S / tp tokens, and one all-gather gives it
-those of all tokens, W numbers each, and the backward has one reduce-scatter of their gradients. Without it every rank
+Sent, per block: with sequence parallelism a rank computes the latents of its S / tp tokens, and one all-gather collects
+those latents, W numbers each, and the backward has one reduce-scatter of their gradients. Without it every rank
 computes all latents, the forward sends nothing, and the backward has one all-reduce. W is model.latent_q_width +
 latent_kv_width + rope_head_dim (2,112 in DeepSeek-V3, whose hidden states have 7,168); without a latent of queries
 these are projected from the hidden states, which are then a part of W. The gradient of a latent is a sum over the
-ranks, each of which has some of the heads. So are with sequence parallelism the gradients of the projections to latents
+ranks, as each has some of the heads. So are, with sequence parallelism, the gradients of the projections to latents
 and of the norms, since each rank has other tokens.
 """
 
@@ -51,7 +51,7 @@ def styles(attention: nn.Module, hidden: Placement, shares_experts: bool) -> dic
 
 
 def share_latents(attention: nn.Module, view: Model, shared: "SharedSequences") -> None:
-    """Let the ranks of cp exchange the queries, keys and values of the heads, as those of any attention."""
+    """Let the ranks of cp exchange the queries, keys and values of the heads, as in any attention."""
     from torchllm.parallel.context import share_attention  # of no use to runs without cp
 
     assert isinstance(attention, LatentAttention)
@@ -62,7 +62,7 @@ class LatentsOfAllTokens(ParallelStyle):
     """Gives the heads of a rank the latents of all tokens, whose gradients are summed over the ranks."""
 
     gradient_of_keys: Placement = Partial()
-    """placement of the gradient of what all heads have in their keys"""
+    """placement of the gradient of `key_rope`, which all heads have in their keys"""
 
     def __init__(self, hidden: Placement) -> None:
         self.hidden = hidden

@@ -1,4 +1,4 @@
-"""Tensor parallelism of what a block of multi-token prediction has around its parts."""
+"""Tensor parallelism of the modules that multi-token prediction adds to a block."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -1,7 +1,7 @@
 """Expert parallelism without a wait of the host in forward and backward: `parallel.expert_dispatch = "optimistic"`.
 
-The all-to-all of `expert.py` sends as many rows as the router chose, which the host must read. This one sends buffers
-of a size that the host knows: a rank has `capacity` rows for each rank, padded where the router chose fewer. The true
+The all-to-all of `expert.py` sends the rows that the router chose, whose number the host must read. This one sends
+buffers of a known size: a rank has `capacity` rows for each rank, padded where the router chose fewer. The true
 numbers travel as before, and stay on the device. Padded rows come last in the order by expert, past the last group, so
 that no product has them, and nothing reads the results and gradients in their places.
 
@@ -9,7 +9,7 @@ Capacities are learned. In the step's message of loss and norm every rank tells 
 for one rank, per block. So all ranks know the largest of all, and choose the same capacity: the largest of the last
 steps, and a margin. If a rank had more rows than fit, all ranks see it in the same message: the step is not applied, as
 if it were not finite, and the same batches run again by the exact dispatch, which has no capacity. So no token is
-dropped in a step that is applied, weights are those of the exact dispatch, and a step runs twice at most. The first
+dropped in a step that is applied, weights are as with the exact dispatch, and a step runs twice at most. The first
 step is exact, and so are evaluations, and blocks whose load is so uneven that most of a buffer would be padding.
 
 The host reads that message once per step, after it has launched the update, which the GPU still has to do.
@@ -35,7 +35,7 @@ from torchllm.parallel.mesh import Mesh
 PER_OCTAVE = 8
 """levels of capacity from one to its double: each is 9 % above the one before"""
 LEVELS = 2 * PER_OCTAVE + 1
-"""from the mean number of rows to four times as many; blocks that need more are left to the exact dispatch"""
+"""from the mean number of rows to four times the mean; blocks that need more are left to the exact dispatch"""
 MARGIN = 2
 """levels above the largest number of rows of the last steps: 19 %"""
 WINDOW = 32
@@ -53,12 +53,12 @@ def apply_optimistic_dispatch(stage: Decoder) -> None:
 
 
 class OptimisticDispatch(ExchangeDispatch):
-    """Sends padded buffers if it has a capacity, and gradients are on; else as many rows as there are."""
+    """Sends padded buffers if it has a capacity, and gradients are on; else rows without padding."""
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         super().__init__(group, experts)
         self.capacity: int | None = None
-        """rows for each rank, equal on all ranks; None: as many as there are"""
+        """rows for each rank, equal on all ranks; None: no padding"""
         self.most: Tensor | None = None
         """largest number of rows for one rank since `take_most`, () int64; None: no `Capacities` learn from it"""
 
@@ -120,7 +120,7 @@ class _Pad(torch.autograd.Function):
 
 
 class Padding(NamedTuple):
-    """What the dispatch cost up to a step, equal on all ranks."""
+    """The cost of the dispatch up to a step, equal on all ranks."""
 
     share: float
     """of the rows that ranks sent to experts in this step: rows that are padding"""

@@ -6,7 +6,7 @@ First the model is cut into pipeline stages. Then, to each stage:
   tensor parallel    needs plain parameters, but for the experts
   context parallel   its attention core gets this rank's heads under tensor parallelism
   recompute          wraps modules that both have changed
-  regather           leaves alone what is recomputed
+  regather           leaves recomputed modules alone
   compile            sees the recomputation
   FSDP               outermost, so that its gathers stay out of the compiled graphs
 

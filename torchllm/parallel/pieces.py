@@ -32,12 +32,12 @@ def joined(pieces: Tensor) -> Tensor:
 
 
 def in_sequence(of_ranks: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of all 2 n pieces in the order of the sequence, given those of each rank: (2, ...) each."""
+    """Return the tensors of all 2 n pieces in the order of the sequence, given each rank's: (2, ...) each."""
     return [first for first, _ in of_ranks] + [second for _, second in reversed(of_ranks)]
 
 
 class NeighborPieces:
-    """The pieces before and after those of this rank. mesh: one dimension, the ranks of a sequence."""
+    """The pieces before and after this rank's. mesh: one dimension, the ranks of a sequence."""
 
     def __init__(self, mesh: DeviceMesh, reach: int) -> None:
         """reach: tokens before its own that a piece needs, at most its length."""
@@ -58,7 +58,7 @@ class NeighborPieces:
         return _WithTokensBefore.apply(x, self)
 
     def documents_with_tokens_before(self, document_ids: Tensor) -> Tensor:
-        """Return the pieces of document ids (B, S / n) with those of the tokens before: (2, B, reach + S / 2 n)."""
+        """Return the pieces of document ids (B, S / n) with the ids of the tokens before: (2, B, reach + S / 2 n)."""
         return self.none_before_the_first(self.with_tokens_before(pieces_of(document_ids)))
 
     def none_before_the_first(self, ids: Tensor) -> Tensor:
@@ -68,10 +68,10 @@ class NeighborPieces:
         return ids
 
     def exchange(self, of_pieces: Tensor, *, back: bool = False) -> Tensor:
-        """Send tensors of both pieces, (2, ...), to the pieces after them; return those of the pieces before them.
+        """Send tensors of both pieces, (2, ...), to the pieces after them; return the ones from the pieces before.
 
-        back: send them to the pieces before, and return those of the pieces after. Nothing comes from where no piece
-        is: zeros.
+        back: send them to the pieces before, and return the ones from the pieces after. Where there is no
+        piece: zeros.
         """
         if not self.reach:
             return of_pieces

@@ -258,7 +258,7 @@ def forward_in_turn(
 
 
 def empty_hidden_states(tokens: Sequence[int], stage: Decoder, parallel: Parallel, dtype: torch.dtype) -> Tensor:
-    """Return uninitialized memory for what stages send to each other for tokens of shape (B, S)."""
+    """Return uninitialized memory for the hidden states that stages send to each other for tokens of shape (B, S)."""
     batch, length = tokens
     cuts = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
     device = next(stage.parameters()).device

@@ -17,7 +17,7 @@ unused.
 
 Under tensor parallelism o and down are sums over the ranks, and the selective modes save the sums. A rank's part is
 neither saved nor computed again, and selective_half does not count it (`unkept_sums.py`). In a compiled block torch
-itself drops what no gradient depends on.
+itself drops results that no gradient depends on.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Initial values of recurrences, as Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), made like those of `initialize.py`."""
+"""Initial values of recurrences, as Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), made as in `initialize.py`."""
 
 import math
 

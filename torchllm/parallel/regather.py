@@ -4,11 +4,11 @@ With sequence parallelism the products of q, k, v, gate and up, and whatever els
 input for the gradients of their weights: (B, S, D) on every rank. Here they keep this rank's part, (B, S / tp, D), and
 the backward gathers it again: once for all products of the same input, which is freed after the last of them.
 
-Nothing is sharded. Sent besides, per block: an all-gather of each such input in the backward.
+Nothing is sharded. Sent in addition, per block: an all-gather of each such input in the backward.
 
-What is recomputed gathers its inputs again anyway, in the selective modes by `recompute.py`, and is left as it is. In a
-compiled block torch's graph decides what is kept: there the gather is marked as recomputed, and the graph of the
-backward repeats it.
+Recomputed modules gather their inputs again anyway, in the selective modes by `recompute.py`, and are left as they are.
+In a compiled block torch's graph decides which tensors are kept: there the gather is marked as recomputed, and the
+graph of the backward repeats it.
 """
 
 import weakref
@@ -40,7 +40,7 @@ def apply_regather(stage: Decoder) -> None:
 
 
 def _kept(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those inside, without what is recomputed."""
+    """Yield a module and those inside, without recomputed ones."""
     if not isinstance(module, CheckpointWrapper):
         yield module
         for child in module.children():
@@ -50,7 +50,7 @@ def _kept(module: nn.Module) -> Iterator[nn.Module]:
 class GatheredInput:
     """A gathered input: this rank's part of it, and all of it from its first use in the backward to its last.
 
-    What autograd keeps of it holds this object, and so the gathered input, until it is used.
+    The objects that autograd keeps of it hold this one, and so the gathered input, until they are used.
     """
 
     def __init__(self, part: DTensor) -> None:
@@ -65,7 +65,7 @@ class GatheredInput:
 
 
 class Kept(NamedTuple):
-    """What autograd keeps instead of a gathered input, or of a view of it."""
+    """The object that autograd keeps instead of a gathered input, or of a view of it."""
 
     input: GatheredInput
     size: torch.Size

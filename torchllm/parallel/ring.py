@@ -14,7 +14,7 @@ With documents, whose ids rise along the sequence, the rank's own step computes 
 rank's keys one document at most reaches the queries: the last keys and the first queries of a sequence. So a step has
 three `Entries` per sequence, the keys before that document, the document and the queries after it, and no mask.
 
-Sinks join the softmax's denominator once all keys are merged, on each rank that of its own queries.
+Sinks join the softmax's denominator once all keys are merged, on each rank for its queries.
 
 Results are merged in float32. Saved for the backward: this rank's q, k, v, out and lse. Selective recomputation keeps
 out and lse as the results of one operation (`saved_results.py`), so that nothing is computed or sent again.

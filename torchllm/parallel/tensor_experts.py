@@ -48,7 +48,7 @@ def styles_of_experts(layer: nn.Module, hidden: Placement, shares_experts: bool)
 
 
 def style_of_mixture(hidden: Placement, shares_experts: bool) -> ParallelStyle:
-    """Return what is around router and experts: one gather of their input, and one reduction of the sum of results.
+    """Return the style around router and experts: one gather of their input, and one reduction of the sum of results.
 
     With expert parallelism routed experts need neither.
     """
@@ -59,7 +59,7 @@ def style_of_mixture(hidden: Placement, shares_experts: bool) -> ParallelStyle:
 
 
 def style_of_routed(hidden: Placement, shares_experts: bool) -> ParallelStyle:
-    """Return the style of routed experts, of which each rank has some (`shares_experts`) or a part of each."""
+    """Return the style of routed experts: each rank has some (`shares_experts`) or a part of each."""
     return ExpertsByTokens(hidden) if shares_experts else ExpertsByFeatures()
 
 

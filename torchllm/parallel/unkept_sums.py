@@ -40,7 +40,7 @@ def _within(mode: AbstractContextManager[Any], inner: AbstractContextManager[Any
 class Products(TorchDispatchMode):
     """Takes the products that are parts of sums to itself, in a forward or in its recomputation.
 
-    products: operations that may be. parts: what stands for their results, in order. computes: whether this is the
+    products: operations that may be. parts: placeholders of their results, in order. computes: whether this is the
     forward.
     """
 

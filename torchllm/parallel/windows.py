@@ -6,10 +6,10 @@ the piece before it, and then the plain attention core computes it in one call. 
 
 Sent, per layer and rank: in the forward the last keys and values of both pieces, each to one neighbor,
 2 x 2 x B x (W - 1) x K x Q numbers; in the backward their gradients, which are as large, back again. Document ids are
-exchanged in the same way once per forward, in `mask`. Heads are not expanded. Selective recomputation keeps what was
-received, so nothing is sent again.
+exchanged in the same way once per forward, in `mask`. Heads are not expanded. Selective recomputation keeps the
+received tensors, so nothing is sent again.
 
-Also computed, for kernels that take as many queries as keys: W - 1 queries before each piece, which nobody reads.
+Also computed, for kernels that need equal numbers of queries and keys: W - 1 unused queries before each piece.
 """
 
 from typing import Any

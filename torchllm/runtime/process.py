@@ -179,7 +179,7 @@ class Runtime:
 
     @property
     def check_owner(self) -> Callable[[], None]:
-        """Return what raises LeaseLost, on rank 0, if another job has taken the run folder; call it before a write."""
+        """Return a check to call before a write: on rank 0 it raises LeaseLost if another job has the run folder."""
         return self.hooks.check_owner
 
     def mark_stopped(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run knows of requests to stop it. `torchllm/tools/launch/stop_requests.py` receives them. No torch."""
+"""Requests to stop a run, as the run sees them. `torchllm/tools/launch/stop_requests.py` receives them. No torch."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ STOP = "stop"
 
 
 class StopSource:
-    """What may ask this rank to stop. By default nothing does."""
+    """A source of requests to stop this rank. By default there are none."""
 
     def requested(self) -> bool:
         """Return whether this rank was asked to stop."""
@@ -34,15 +34,15 @@ class GivenUp(Exception):
 
 
 class _Process:
-    """What this process works on."""
+    """The `may_give_up` that this process is in."""
 
     asks: Callable[[], bool] | None = None
-    """of the `may_give_up` around it"""
+    """the function that it was given; None: it is in none"""
 
 
 @contextmanager
 def may_give_up(asks: Callable[[], bool]) -> Iterator[None]:
-    """Return a context in which `should_give_up` asks `asks`, and which ends without an error after GivenUp."""
+    """Return a context where `should_give_up` calls `asks`, and that ends without an error after GivenUp."""
     _Process.asks = asks
     try:
         yield

@@ -1,9 +1,9 @@
-"""Files in object storage or on a file system, by their URL: what checkpoints and corpora need of it. No torch.
+"""Files in object storage or on a file system, by their URL, for checkpoints and corpora. No torch.
 
     s3://bucket/run, gs://bucket/run, memory://run, file:///mnt/run, /mnt/run
 
-`fsspec` has the protocols; credentials and endpoints are those of its packages (for s3: environment variables and
-`~/.aws`, as for every other program). What is put is there whole or not at all; on a file system a killed upload of
+`fsspec` has the protocols; its packages find credentials and endpoints themselves (for s3: environment variables and
+`~/.aws`, as for every other program). An object is written whole or not at all; on a file system a killed upload of
 a file leaves a part of it.
 """
 
@@ -41,7 +41,7 @@ def _open(url: str) -> tuple["AbstractFileSystem", str]:
     from fsspec import url_to_fs  # most runs need none
 
     try:
-        # A listing must show what other processes have written since the last one.
+        # A listing must show the objects that other processes have written since the last one.
         system, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
         package = PACKAGES.get(url.partition("://")[0], "fsspec")
@@ -155,7 +155,7 @@ class RemoteFolder:
 
     @contextmanager
     def _temporary(self, name: str, content: bytes) -> Iterator[Path]:
-        """Write a file beside an object's, to become the object as a whole; delete what is left of it."""
+        """Write a file next to an object's, to become the object as a whole; delete it if it is left."""
         path = Path(self._join(name))
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
@@ -166,11 +166,11 @@ class RemoteFolder:
 
     @contextmanager
     def _naming(self, action: str, name: str, *passed: type[OSError]) -> Iterator[None]:
-        """Raise the errors of the storage as StorageError, with the object; those of the types `passed` as they are."""
+        """Raise the errors of the storage as StorageError, with the object; the types `passed` as they are."""
         try:
             yield
         except passed:
             raise
-        except Exception as error:  # each protocol's package has errors of its own
+        except Exception as error:  # each protocol's package has its own errors
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise StorageError(f"cannot {action} {self.url}{name and '/'}{name}: {reason}") from error

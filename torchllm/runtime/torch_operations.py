@@ -19,7 +19,7 @@ VARLEN_FLASH = torch.ops.aten._flash_attention_forward
 the next operation reads flash attention's log-sum-exp alone"""
 
 VARLEN_GRADIENTS = torch.ops.aten._flash_attention_backward
-"""its gradients, from any out and lse; private; autograd takes those of one call's keys, a ring those of all keys"""
+"""its gradients, from any out and lse; private; autograd passes out and lse of one call's keys, a ring of all keys"""
 
 
 def varlen_attention(
@@ -69,7 +69,7 @@ def end_all_to_all(x: Tensor) -> Tensor:
 
 @contextmanager
 def gradients_inside_operation() -> Iterator[None]:
-    """Let an operation of our own (`torch.library.custom_op`) use `torch.autograd.grad` inside.
+    """Let a custom operation (`torch.library.custom_op`) use `torch.autograd.grad` inside.
 
     Private: there torch excludes autograd, and `torch.func.vjp`, which works without, fails under a dispatch mode.
     """

@@ -40,7 +40,7 @@ class _Tokens(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """The state of the iterable after so many examples."""
+    """The state of the iterable after a number of examples."""
 
     examples: int = 0
     state: Any = None
@@ -100,7 +100,7 @@ class _Stream:
         return next(self._iterator, _END)
 
     def _read(self) -> bool:
-        """Append an example, or behind the last one a single token that is no target. Return whether there was one."""
+        """Append an example, or after the last one a single token that is no target. Return whether there was one."""
         if self._has_ended:
             return False
         example = self._next()
@@ -126,7 +126,7 @@ class _Stream:
         }
 
     def go_to(self, position: Mapping[str, Any]) -> None:
-        """Go on from a position, in a stream of which nothing was read. Raises DataError if it has another example."""
+        """Go on from a position, in a stream that is still unread. Raises DataError if it has another example."""
         examples, text = position["snapshot"]
         state = _decode(text)
         if state is not None and hasattr(self.iterable, "load_state_dict"):
@@ -251,7 +251,7 @@ class IterableLoader:
         self._sequences += len(windows)
         if not self._is_checked:
             self._is_checked = True
-            self.state()  # what a checkpoint would refuse is refused now
+            self.state()  # refuse now, not at the first checkpoint
         size, accumulation = training.micro_batch_size, gradient_accumulation(training, ranks.size)
         starts = [(index * ranks.size + ranks.rank) * size for index in range(accumulation)]
         return self._pack([window for start in starts for window in windows[start : start + size]], accumulation)
@@ -283,7 +283,7 @@ class IterableLoader:
         }
 
     def load_state(self, state: Mapping[str, Any], record: Mapping[str, Any] | None = None) -> None:
-        """Continue from a saved state. Raises DataError if the tokens would not be those of the saved run."""
+        """Continue from a saved state. Raises DataError if the tokens would differ from the saved run's."""
         if "iterable" not in state:
             raise DataError("the checkpoint was trained on data.sources, and this recipe reads an iterable")
         length, now = state["fingerprint"]["sequence_length"], self._training.sequence_length
@@ -307,7 +307,7 @@ class IterableLoader:
         return min(sequences, len(self._held_out))
 
     def validation_batches(self, sequences: int, device: torch.device) -> Iterator[Batch]:
-        """Yield this rank's share of the first `sequences` held-out sequences; every rank gets as many batches."""
+        """Yield this rank's share of the first `sequences` held-out sequences; an equal number of batches per rank."""
         windows = self._held_out[: self.validation_sequences(sequences)]
         size = self._training.micro_batch_size
         for start_of_rank_0 in range(0, len(windows), size * self._ranks.size):

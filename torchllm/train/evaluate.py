@@ -84,7 +84,7 @@ def _mean(losses: Tensor, counts: Tensor) -> HeldOutLoss:
 
 
 def _loss_sums(forward_backward: ForwardBackward, batch: Batch) -> Tensor:
-    """Return the sums of the loss over all labels, and over those of text (0 if unknown), (2) float64.
+    """Return the sums of the loss over all labels, and over the labels of text (0 if unknown), (2) float64.
 
     The second takes the output projection again, of the same hidden states.
     """

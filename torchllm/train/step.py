@@ -53,7 +53,7 @@ class StepResult(NamedTuple):
     mtp_loss: Tensor | None = None
     """mean loss of the tokens further ahead, per target token, float32 (); None: model.mtp_depth is 0"""
     padding: "Padding | None" = None
-    """what the dispatch of experts cost; None: it is exact"""
+    """cost of the dispatch of experts; None: it is exact"""
     sequences: int = 0
     """of all ranks; 0: training.global_batch_size"""
     length: int = 0
@@ -121,7 +121,7 @@ class TrainStep:
             self.sums_of_head.append(("mtp_loss", "ahead", 1.0))
         self.expert_balance = ExpertBalance(stages, training)
         self.capacities: Capacities | None = None
-        """of the buffers of experts; None: they are sent as many rows as there are"""
+        """of the buffers of experts; None: rows are sent without padding"""
         if stages[0].is_optimistic:
             from torchllm.parallel import optimistic  # of few runs
 

@@ -1,4 +1,4 @@
-"""What mixers and feed-forward layers declare: parameters, cuts, products, and where their modules are.
+"""Declarations of mixers and feed-forward layers: parameters, cuts, products, and where their modules are.
 
 The modules are in models. Imports: config.
 """

@@ -51,7 +51,7 @@ def check_shapes(where: str, built: dict[str, Shape], registered: dict[str, Shap
 def add_parameters(where: str, parameters: Sequence[PartParameter]) -> None:
     """Add parameters of a fork, in place of those that it added before.
 
-    where: what adds them. UserError if one has an unknown value, or the name of another part's and another rule.
+    where: the owner. UserError if one has an unknown value, or the name of another part's and another rule.
     """
     ADDED_PARAMETERS.pop(where, None)
     for added in parameters:

@@ -10,7 +10,7 @@ from torchllm.facts.parts.part import BlockPart, found
 
 @cache
 def with_part_around(outer: BlockPart, part: BlockPart) -> BlockPart:
-    """Return a part with what another one has around it: its parameters, its products, what it keeps and norms."""
+    """Return `part` with the parameters, products and costs of `outer`, the part around it."""
 
     def costs(view: Model, share: RankShare) -> MixerCosts:
         assert outer.costs is not None

@@ -43,15 +43,15 @@ NOTHING = PerPass(0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class MixerCosts:
-    """What a mixer costs a rank: numbers (of 16 bits) and bytes, per token of the rank.
+    """Costs of a mixer on one rank: numbers (of 16 bits) and bytes, per token of the rank.
 
-    The planner adds what follows from the products: their time, their inputs.
+    The planner adds the costs of the products: their time, their inputs.
     """
 
     inputs: float
     """numbers that the core reads, kept for the backward; ulysses exchanges them"""
     results: float
-    """numbers of the core's results, kept for what follows; ulysses exchanges them"""
+    """numbers of the core's results, kept for the next operations; ulysses exchanges them"""
     kept: float = 0.0
     """further bytes that autograd keeps, and the input of the last product unless that is the core's result"""
     latents: float = 0.0
@@ -63,7 +63,7 @@ class MixerCosts:
     copied: float = 0.0
     """numbers that are copied twice on their way to the core: queries and keys"""
     normed: float = 0.0
-    """numbers that norms inside the mixer read, such as those of queries and keys"""
+    """numbers that norms inside the mixer read, such as queries and keys"""
     normed_without_weight: float = 0.0
     """numbers that norms without weight read"""
     gated: float = 0.0
@@ -76,7 +76,7 @@ class MixerCosts:
     moved: PerPass = NOTHING
     """bytes that the core's kernels read and write, of attention without its scores"""
     kernels: PerPass = NOTHING
-    """kernels of the core for a micro batch, of attention without those of its scores"""
+    """kernels of the core for a micro batch, of attention without its scores"""
     turns: float = 0.0
     """numbers that a rank of a ring passes on cp - 1 times while it computes: keys and values"""
     sent: float = 0.0

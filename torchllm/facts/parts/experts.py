@@ -60,7 +60,7 @@ def _products(view: Model) -> list[WeightProduct]:
     """Return router, gate of the shared experts, gate, up, down of the routed ones, and up, gate of the result, down of
     the shared ones.
 
-    Each matrix of the routed experts is one product with those of a token's experts.
+    A product of the routed experts has the matrices of all of a token's experts.
     """
     shapes = PART.shapes(view)
     routed = [

@@ -1,8 +1,8 @@
-"""Experts beside a dense layer (Gemma 4 26B-A4B): both read what enters the feed-forward part of a block, each has a
+"""Experts next to a dense layer (Gemma 4 26B-A4B): both read the input of the feed-forward part of a block, each has a
 norm before it and after it, and their results are added.
 
 The router reads the same, normed without weight and then multiplied by a vector and by 1 / sqrt(D); the weights of a
-token's experts are multiplied by one number per expert. The order of operations is that of transformers'
+token's experts are multiplied by one number per expert. The order of operations is as in transformers'
 `Gemma4TextDecoderLayer`.
 """
 
@@ -23,7 +23,7 @@ def _norm(name: str, cut: Cut) -> PartParameter:
 
 
 def _products(view: Model) -> list[WeightProduct]:
-    """Return the products of the router and of the experts, then those of the dense layer."""
+    """Return the products of the router, the experts and the dense layer, in this order."""
     shapes = PART.shapes(view)
     dense = (f"mlp.dense.{layer}_proj.weight" for layer in ("gate", "up", "down"))
     return EXPERTS.products(view) + [product_of(name, shapes[name]) for name in dense]

@@ -34,7 +34,7 @@ class DeltaSizes(NamedTuple):
     kernel: int
     """tokens that the convolution sees, the current one included: at least 2"""
     negative_eigenvalues: bool = False
-    """beta up to 2 in place of 1: a token may turn over what the state says of its key (arXiv 2411.12537)"""
+    """beta up to 2 in place of 1: a token may negate the value that the state has for its key (arXiv 2411.12537)"""
 
     @property
     def keys(self) -> int:
@@ -81,7 +81,7 @@ def _problems(view: Model) -> Iterator[tuple[str, str]]:
 
 
 def _small_sizes(view: Model) -> dict[str, int]:
-    """Return sizes for the small copy's own heads, of which keys and values have the shares of attention's."""
+    """Return 0 for each size, so that the small copy's sizes follow its attention heads."""
     return dict.fromkeys(("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim"), 0)
 
 
@@ -95,8 +95,8 @@ def _core_flops(view: Model, keys: float) -> float:
 def _costs(view: Model, share: RankShare) -> MixerCosts:
     """Return the costs of `models/parts/delta_rule.py`; in a ring, of `parallel/delta_sequence.py`.
 
-    The core is an operation whose backward computes the chunks again. What they hold and move is a number times each
-    width: fitted to traces of the core with 4 taps, heads from 64 to 256 wide, within 5 %.
+    The core is an operation whose backward computes the chunks again. Memory and traffic of both are multiples of the
+    widths: fitted to traces of the core with 4 taps, heads from 64 to 256 wide, within 5 %.
     """
     sizes = delta_sizes(view)
     heads, keys, values, channels = (

@@ -35,7 +35,7 @@ def _norm(name: str, width: Callable[[Model], int]) -> PartParameter:
 
 
 def _gathered(view: Model) -> int:
-    """Return the widths of the inputs of the heads' projections, and of what all heads have in their keys."""
+    """Return the widths of the inputs of the heads' projections, and of the key features that all heads share."""
     return (view.latent_q_width or view.hidden) + view.latent_kv_width + view.rope_head_dim
 
 
@@ -69,7 +69,7 @@ def _problems(view: Model) -> Iterator[tuple[str, str]]:
 
 
 def _small_sizes(view: Model) -> dict[str, int]:
-    """Return widths of which no two are equal."""
+    """Return widths that are all different."""
     widths = {"latent_kv_width": 24, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6, "head_dim": 0}
     return widths | ({"latent_q_width": 20} if view.latent_q_width else {})
 
@@ -88,7 +88,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rotary_fraction": (1.0,),
     "window": (0,),
 }
-"""values of keys of attention, of which latent attention has no others"""
+"""keys of attention, and the only values of them that latent attention has"""
 
 PART = BlockPart(
     name="latent_attention",

@@ -1,7 +1,7 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): what its blocks have besides those of others.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the additional parameters of its blocks.
 
-Its sizes and costs are added to those of the mixer (`registry.mixer`), which is behind it. Names are those
-of transformers' `MtpLayer`.
+Its sizes and costs are added to the mixer's (`registry.mixer`), which is behind it. Names are as
+in transformers' `MtpLayer`.
 """
 
 from torchllm.config import Model
@@ -11,7 +11,7 @@ from torchllm.facts.parts.registry import norm
 
 
 def costs_of_norms(view: Model, share: RankShare) -> MixerCosts:
-    """Return what three norms cost, and the input of the projection."""
+    """Return the costs of three norms, and of the input of the projection."""
     return MixerCosts(
         inputs=0.0, results=0.0, kept=4.0 * view.hidden / share.tp, normed=3.0 * view.hidden / share.spread
     )

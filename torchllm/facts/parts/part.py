@@ -1,7 +1,7 @@
-"""What a part of a block declares. No torch.
+"""Declarations of the parts of a block. No torch.
 
 A block has two parts: a mixer, the only place where a token sees others, and a feed-forward layer. A part is declared
-once, for a view: a `Model` whose blocks are all like the block in question (`Model.of_block`). All that asks for sizes,
+once, for a view: a `Model` whose blocks are all like the block in question (`Model.of_block`). Code for sizes,
 cuts over tp, initial values, roles, FLOPs or memory reads the declaration, and so does the decoder, which builds it.
 
 Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, E experts.
@@ -65,7 +65,7 @@ class PartParameter:
     role: Role
     """matrix: each token is multiplied with it, which counts its FLOPs"""
     of_experts: bool = False
-    """whether its first dimension is the experts, of which a token uses top_k"""
+    """whether its first dimension is the experts; a token uses top_k of them"""
 
     @property
     def module(self) -> str:
@@ -109,7 +109,7 @@ class WeightProduct(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPart:
-    """A mixer, a feed-forward layer, or what a block has around both."""
+    """A mixer, a feed-forward layer, or a part around both."""
 
     name: str
     """value of model.mixer"""
@@ -129,20 +129,20 @@ class BlockPart:
     problems: Callable[[Model], Iterable[tuple[str, str]]] | None = None
     """returns the keys of [model] whose values in a view the part does not have, each with the reason"""
     heads: Callable[[Model], dict[str, int]] = Model.heads_of_attention
-    """numbers of heads, or channels, of a mixer, by key of [model], which tp must divide; ulysses shares those of the
-    last key"""
+    """numbers of heads, or channels, of a mixer, by key of [model], which tp must divide; ulysses divides the heads
+    of the last key"""
     resolved: Callable[[Model], dict[str, int]] = lambda view: {}
     """keys of [model] whose 0 leaves a size of a mixer to other keys, and the sizes; without kv_heads and head_dim"""
     small_sizes: Callable[[Model], dict[str, int]] = lambda view: {}
-    """keys of [model] and their values in a small copy of a view's model, with which `torchllm prove` trains"""
+    """keys of [model] and their values in a small copy of a view's model, which `torchllm prove` trains"""
     costs: str | Callable[[Model, "RankShare"], "MixerCosts"] | None = None
-    """of a mixer: what it costs one rank; None: not known, and the planner refuses to plan the model"""
+    """of a mixer: its costs on one rank; None: not known, and the planner refuses to plan the model"""
     kept: Callable[[Model, int], float] = lambda view, tp: 0.0
-    """of a feed-forward layer: bytes per token that autograd keeps on one of `tp` ranks, beyond what SwiGLU keeps"""
+    """of a feed-forward layer: bytes per token that autograd keeps on one of `tp` ranks, in addition to SwiGLU's"""
     norms_input: bool = False
     """of a feed-forward layer: whether it has the norm of its input itself, so that a block has none before it"""
     norms: int = 0
-    """norms of hidden states inside a feed-forward layer, beyond those of a block"""
+    """norms of hidden states inside a feed-forward layer, in addition to the block's"""
     sums: int = 1
     """of a feed-forward layer: sums of hidden states over tp"""
     unread: tuple[str, ...] = ()
@@ -216,7 +216,7 @@ def linear(
 
 
 def found(reference: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a part names as "MODULE:NAME", or the function itself."""
+    """Return the function that a part names as "MODULE:NAME", or the function itself."""
     if callable(reference):
         return reference
     module, _, name = reference.partition(":")

@@ -12,12 +12,12 @@ MIXERS = ("attention", "gated_delta", "latent_attention")
 """values of model.mixer: files of this folder"""
 FEED_FORWARDS = ("dense", "experts", "experts_beside")
 MTP = "multi_token"
-"""what a block of multi-token prediction has before its mixer and at its end"""
+"""part of a block of multi-token prediction, before its mixer and at its end"""
 _LOADED: dict[str, BlockPart] = {}
 """parts of the library that this process has asked for, by name"""
 MIXERS_OF_FORKS: dict[str, BlockPart] = {}
 ADDED_PARAMETERS: dict[str, tuple[PartParameter, ...]] = {}
-"""parameters that forks add, by what adds them"""
+"""parameters that forks add, by the block or mixer that adds them"""
 
 
 NORMS = {
@@ -33,7 +33,7 @@ NORMS = {
 
 
 BUFFERS = (PartBuffer("layer_scalar", lambda view: (1,) if view.block_scale else None, start=1.0),)
-"""of a block, beside those of its parts"""
+"""of a block, in addition to its parts'"""
 
 
 def around(view: Model) -> BlockPart | None:
@@ -51,7 +51,7 @@ def mixer(view: Model) -> BlockPart:
 
 
 def problem_of_mixer(view: Model) -> str:
-    """Return what is wrong with the name of a view's mixer; empty: it is the library's, or registered."""
+    """Return the error in the name of a view's mixer; empty: it is the library's, or registered."""
     known = (*MIXERS, *MIXERS_OF_FORKS)
     if view.mixer in known:
         return ""
@@ -69,7 +69,7 @@ def feed_forward(view: Model) -> BlockPart:
 
 
 def _of_library(name: str) -> BlockPart:
-    """Return a part of the library; a run imports those of its model alone."""
+    """Return a part of the library; a run imports only the parts of its model."""
     if name not in _LOADED:
         _LOADED[name] = import_module(f"torchllm.facts.parts.{name}").PART
     return _LOADED[name]
@@ -106,7 +106,7 @@ def parameter_of_block(name: str) -> PartParameter | None:
 
 
 def _declared() -> Iterator[Sequence[PartParameter]]:
-    """Yield the parameters of norms and parts; those of parts that no model of this process has come last."""
+    """Yield the parameters of norms and parts; parts that no model of this process has come last."""
     yield _of_norms()
     yield from (part.parameters for part in _LOADED.values())
     yield from ADDED_PARAMETERS.values()

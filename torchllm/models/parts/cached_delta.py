@@ -8,7 +8,7 @@ from torchllm.models.parts.delta_rule import DeltaCore, HeadWeights, Streams, sc
 
 
 class CachedDelta(nn.Module):
-    """A core whose sequences go on where its last call ended. What it caches does not grow with them.
+    """A core whose sequences go on where its last call ended. Its cache does not grow with them.
 
     The first call has the prompts, whose mask hides the padding before them.
     """

@@ -1,7 +1,7 @@
 """The gated delta rule, a recurrence in place of attention (Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464).
 
-Each value head has a state S, a matrix (Q, P) that maps keys to values. A token decays it, replaces a part of what the
-state says of its key by its value, and reads it:
+Each value head has a state S, a matrix (Q, P) that maps keys to values. A token decays it, replaces a part of the
+value stored for its key by its own value, and reads it:
   S = exp(g) S;  S = S + beta k (v - S^T k)^T;  out = S^T q
 with g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), and q, k, v from a causal convolution of a few tokens, by
 channel, and SiLU; q and k have length 1. At the first token of a document S is 0, and the convolution reads zeros.
@@ -9,11 +9,10 @@ channel, and SiLU; q and k have length 1. At the first token of a document S is 
 The recurrence is computed in chunks of 64 tokens as matrix products (the UT transform: section 3.3 of the paper, and
 arXiv 2406.06484): a chunk's outputs, and the state after it, are linear in the state before it. State and chunks are
 float32. All of it is one operation to torch (`torch.library.custom_op`), and its backward another, which computes the
-chunks again: what is kept of the core for the backward are its inputs.
+chunks again: only the core's inputs are kept for the backward.
 
 Shapes: B batch, S sequence, K key heads, V value heads, a multiple of K, Q width of keys and queries, P width of
-values; N chunks of C tokens, R = V / K. Value head h reads key head h // R. r tokens before a sequence are those that
-the convolution reaches.
+values; N chunks of C tokens, R = V / K. Value head h reads key head h // R. The convolution reaches r tokens back.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ EPSILON = 1e-6
 
 
 class Streams(NamedTuple):
-    """What a recurrence reads of each token."""
+    """The inputs of a recurrence, per token."""
 
     q: Tensor
     """(B, S, K, Q), or (B, r + S, K, Q) with the tokens before; k, v too"""
@@ -73,7 +72,7 @@ class DeltaCore(nn.Module):
         self.negative_eigenvalues = sizes.negative_eigenvalues
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
-        """Return the ids of documents with those of the tokens before, (B, r + S). document_ids: rising, (B, S)."""
+        """Return document ids, with NO_DOCUMENT for the r tokens before: (B, r + S). document_ids: rising, (B, S)."""
         return None if document_ids is None else F.pad(document_ids, (self.reach, 0), value=NO_DOCUMENT)
 
     def forward(self, streams: Streams, weights: HeadWeights, mask: Tensor | None) -> Tensor:
@@ -167,7 +166,7 @@ BODIES[torch.ops.torchllm.gated_delta_gradients.default] = _gated_delta_gradient
 
 
 class Chunks(NamedTuple):
-    """All that the chunks of a sequence are to the state: out = local + reads S, and S becomes transition S + addition.
+    """The chunks of a sequence as functions of the state: out = local + reads S, and S becomes transition S + addition.
 
     Dimensions of the heads: (K, R).
     """
@@ -223,8 +222,8 @@ def chunks_of(streams: Streams, weights: HeadWeights, ids: Tensor, negative_eige
     since_state = log_decay.cumsum(-2).exp() * documents.as_before
     until_end = between[..., -1:, :].mT
 
-    overlaps = (k @ k.mT) * between * beta  # the diagonal and what is right of it are not read
-    # What each token writes beside its key: values, minus what it reads of the state before the chunk.
+    overlaps = (k @ k.mT) * between * beta  # only the part below the diagonal is read
+    # Tokens write to their keys: the second part (values), minus the first times the state before the chunk.
     new = torch.cat((k * since_state, v), dim=-1)
     new = torch.linalg.solve_triangular(overlaps, beta * new, upper=False, unitriangular=True)
     attention = (q @ k.mT) * between

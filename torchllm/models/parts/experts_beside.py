@@ -1,6 +1,6 @@
-"""Experts beside a dense layer, as Gemma 4 26B-A4B has them: `facts/parts/experts_beside.py` says how they combine.
+"""Experts next to a dense layer, as in Gemma 4 26B-A4B: `facts/parts/experts_beside.py` says how they combine.
 
-Shapes are those of `models/experts.py`.
+Shapes are as in `models/experts.py`.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torchllm.models.layers import SwiGLU, build_norm, rms_norm
 
 
 class ScaledRouter(Router):
-    """A router that norms and scales what it reads, and scales the weights of each expert."""
+    """A router that norms and scales its input, and scales the weights of each expert."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -23,13 +23,13 @@ class ScaledRouter(Router):
         self.factor = model.hidden**-0.5
 
     def own_parameters(self) -> tuple[Any, ...]:
-        """Return what `choose` gets besides the tokens."""
+        """Return the inputs of `choose` after the tokens."""
         return *super().own_parameters(), self.local(self.input_scale), self.local(self.expert_scale)
 
     def choose(
         self, x: Tensor, weight: Tensor, logit_bias: Tensor | None, *scales: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `Router.choose` does. scales: of the features of its input, (D), and of the experts, (E)."""
+        """Return the same as `Router.choose`. scales: of the features of its input, (D), and of the experts, (E)."""
         of_input, of_experts = scales
         normed = rms_norm(x, None, self.epsilon) * (of_input * self.factor)
         experts, weights, logits = super().choose(normed.to(x.dtype), weight, logit_bias)
@@ -37,7 +37,7 @@ class ScaledRouter(Router):
 
 
 class NormedExperts(RoutedExperts):
-    """Routed experts that norm what they read, and whose router reads it as it is."""
+    """Routed experts that norm their input; the router reads it without this norm."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)

@@ -25,7 +25,7 @@ from torchllm.models.mixer import Mixer
 
 
 class Latents(NamedTuple):
-    """What is computed of each token before the heads."""
+    """The features of each token that are computed before the heads."""
 
     q: Tensor
     """input of the projection of queries: (B, S, model.latent_q_width), or the hidden states (B, S, D)"""
@@ -60,7 +60,7 @@ class LatentAttention(Mixer):
         self.core = HeadsOfLatents(CORES[model.attention](model), self.keys_and_values)
         self.is_interleaved = model.rope_interleaved
         self.for_own_heads: Callable[[Latents], Latents] = lambda latents: latents
-        """replaceable: from the latents of this rank's tokens to those of all tokens of the sequence"""
+        """replaceable: maps the latents of this rank's tokens to the latents of all tokens of the sequence"""
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Let each token attend to the tokens that it may see: x (B, S, D) -> (B, S, D)."""

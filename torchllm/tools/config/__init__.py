@@ -1,4 +1,4 @@
-"""Reads a run's config from files, flags and variables, checks it, and names what a change of it does.
+"""Reads a run's config from files, flags and variables, checks it, and names the effects of a change.
 
 The keys themselves are in torchllm/config.
 Imports: config, facts, runtime, optim, tools/resources.

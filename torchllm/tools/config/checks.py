@@ -1,4 +1,4 @@
-"""The rules of a config that need more than one key. Those of the layout are in `degrees.py`, of keys without effect in
+"""The rules of a config that need more than one key. Rules of the layout are in `degrees.py`, of keys without effect in
 `idle.py`, of parts that few runs have in `rare_parts.py`.
 """
 

@@ -44,7 +44,7 @@ class ConfigChange(NamedTuple):
 
     @property
     def undo(self) -> str:
-        """What to do to the key to have the value of the checkpoint."""
+        """How to restore the value of the checkpoint."""
         if self.current is None and not self.key.startswith("model.kinds."):
             return "go on with the version that wrote the checkpoint"
         return f"remove {self.key}" if self.saved is None else f"set {self.key} to {self.saved}"

@@ -40,7 +40,7 @@ class Arguments:
 
 
 def parse_arguments(words: Sequence[str], errors: list[str]) -> Arguments:
-    """Parse a command line. Appends a line to `errors` for each word that is no valid argument."""
+    """Parse a command line. Appends a line to `errors` for each word that is not a valid argument."""
     arguments = Arguments(words)
     waiting = deque(words)
     while waiting:
@@ -157,10 +157,10 @@ def plain_value(value: Any) -> Any:
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """Return an override's value: a string key needs no quotes, all others are TOML; text that is no TOML stays text.
+    """Return an override's value: a string key needs no quotes, all others are TOML; text that is not TOML stays text.
 
     An array of scalars may be comma-separated, without brackets. Text of nothing but \\n, \\r and \\t is line ends and
-    tabs, for a shell hands the backslashes over.
+    tabs, because a shell passes the backslashes on.
     """
     if get_origin(kind) is tuple and text[:1] != "[":
         item, _ = plain_type(get_args(kind)[0])

@@ -32,7 +32,7 @@ class Ranks(NamedTuple):
 def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:
     """Return the number of ranks: WORLD_SIZE under torchrun, else NNODES x NPROC; NNODES may be a range, such as 2-4.
 
-    A dry run is no rank, and run_train.sh's default number of processes says nothing about its layout.
+    A dry run is not a rank, and run_train.sh's default number of processes says nothing about its layout.
     None if a variable is invalid; `errors` gets a line for each.
     """
     variables = ["WORLD_SIZE", "NNODES", "NPROC"]

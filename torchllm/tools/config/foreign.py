@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PROGRAMS = {"huggingface": "transformers", "megatron": "Megatron-LM"}
-"""Names of programs that are not those of their tables."""
+"""Names of programs that differ from the names of their tables."""
 
 
 class Equal(NamedTuple):
-    """What another program's key is here."""
+    """Our equivalent of another program's key."""
 
     key: str = ""
     """our key, or section without a dot; "": there is none"""
@@ -23,7 +23,7 @@ class Equal(NamedTuple):
 
 @cache
 def foreign_keys() -> dict[str, dict[str, Equal]]:
-    """Return by program and key what each key of another program is here."""
+    """Return our equivalent of each key of other programs, by program and key."""
     tables = tomllib.loads(Path(__file__).with_name("foreign_keys.toml").read_text(encoding="utf-8"))
     return {
         program: {key: _equal(text) for keys, text in table.items() for key in keys.split()}
@@ -43,7 +43,7 @@ def _equal(text: str) -> Equal:
 
 
 def foreign_hint(key: str, value: Any, cutoff: float = 1.0) -> str:
-    """Return what another program's key is here, as a sentence; "" if no program has it.
+    """Return our equivalent of another program's key, as a sentence; "" if no program has it.
 
     `value` is a table if the key names a section: its keys are translated too. cutoff: how like the
     spelling must be, 1.0 for the same.

@@ -1,4 +1,4 @@
-"""What a resumed run drops, or starts without, if its model.frozen is not that of the checkpoint.
+"""State that a resumed run drops, or starts without, if its model.frozen differs from the checkpoint's.
 
 Only such runs import this.
 """
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_freezing(saved: Mapping[str, Any], config: Config) -> None:
-    """Log what is dropped of parameters that are frozen now, and what others that were frozen start without.
+    """Log the state dropped for newly frozen parameters, and the state that newly trained ones start without.
 
     saved: config of the checkpoint.
     """

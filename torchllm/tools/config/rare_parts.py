@@ -129,7 +129,7 @@ def width_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def weights_problems(config: Config) -> Iterator[ConfigError]:
-    """Check what goes with weights in bfloat16."""
+    """Check for keys that rule out weights in bfloat16."""
     others = {
         "float8.recipe": (config.float8.is_on, "float8 is rounded from float32 weights"),
         "lora.rank": (config.lora.is_on, "updates are float32, and the weights are frozen"),
@@ -182,7 +182,7 @@ def float8_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def graph_problems(config: Config) -> Iterator[ConfigError]:
-    """Check what a CUDA graph of a step cannot have: shapes that change, and what the host does in each step."""
+    """Check for keys that rule out a CUDA graph of a step, by changing shapes or host work in each step."""
     causes = {
         "parallel.pp": (config.parallel.pp != 1, "the stages of a pipeline are not captured"),
         "model.experts": (

@@ -47,7 +47,7 @@ GONE = {("data", "pattern"): "llama3"}
 
 
 def key_of_kind(config: Config, path: str, name: str) -> str:
-    """Return the key that decides a setting of a kind's blocks: its own, or that of [model]. path: of `of_kinds`."""
+    """Return the key that decides a setting of a kind's blocks: its own, or [model]'s. path: of `of_kinds`."""
     is_own = path != "model" and name in config.model.kinds.get(path.rpartition(".")[2], {})
     return f"{path}.{name}" if is_own else f"model.{name}"
 
@@ -218,7 +218,7 @@ def describe(annotated: Any) -> str:
 
 
 def _is_array(kind: Any) -> bool:
-    """Whether a type is `tuple[X, ...]`, where X is no tuple."""
+    """Whether a type is `tuple[X, ...]`, where X is not a tuple."""
     if get_origin(kind) is not tuple:
         return False
     item, *rest = get_args(kind)

@@ -1,4 +1,4 @@
-"""What is said of a TOML file that cannot be read: the parser's errors in plain words, and files with similar names."""
+"""Messages for a TOML file that cannot be read: the parser's errors in plain words, and files with similar names."""
 
 import difflib
 import re

@@ -1,4 +1,4 @@
-"""What was probably meant by a key that the schema lacks."""
+"""Suggestions for a key that the schema lacks."""
 
 import difflib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Calls functions in processes of their own. A killed one is noticed: `multiprocessing.Pool` would wait forever."""
+"""Calls functions in separate processes. A killed one is noticed: `multiprocessing.Pool` would wait forever."""
 
 import traceback
 from collections import deque

@@ -1,4 +1,4 @@
-"""What a GPU computes in another way than a CPU, in the dry run of a GPU.
+"""Computations that differ between a GPU and a CPU, in the dry run of a GPU.
 
 Attention: the tensors of its flash kernels, which need no masks of documents and windows. Muon: iterations in 16 bits.
 """
@@ -60,4 +60,4 @@ CHOICES: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (context, "ring_kernel", _ring_kernel),
     (muon, "iteration_dtype", _iteration_dtype),
 )
-"""module, name of a function, and what replaces it"""
+"""module, name of a function, and its replacement"""

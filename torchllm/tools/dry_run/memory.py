@@ -142,8 +142,8 @@ def memory_per_micro_batch(tracker: Tracker, since: int, at_least: int, count: i
     These are its inputs (tokens, labels, positions), and storages that were made after `since` and are held when the
     first action begins. Storages smaller than `at_least` bytes are sums over micro batches and do not count. Nor do
     single messages: torch 2.15 takes memory for each when it comes, earlier versions take it for all messages of a step
-    before the very first forward pass. But what a rank passes on to a stage on the same rank (ZBV) stays until the next
-    step: torch puts it in the place of a buffer.
+    before the very first forward pass. But a tensor that a rank passes to a stage on the same rank (ZBV) stays until
+    the next step: torch puts it in the place of a buffer.
     """
     first_action, tail_begins = tracker.marks[1][0], tracker.marks[-1][0]
     actions: Bytes = Counter()

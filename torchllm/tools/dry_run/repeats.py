@@ -1,8 +1,8 @@
 """Lets few of a stage's equal blocks stand for all of them.
 
-Traced are the blocks at both ends and two periods of those between them (a period is one block, or `recompute.k` of
-them). Each trace proves itself: the memory and messages of the second period must be those of the first, action by
-action, or all blocks are traced. So must the memory at the end of all actions be that of all gradients. The blocks that
+Traced are the blocks at both ends and two periods of the blocks between them (a period is one block, or `recompute.k`
+blocks). Each trace checks itself: in each action the second period must have the memory and messages of the first, and
+the memory at the end of all actions must equal the memory of all gradients; else all blocks are traced. The blocks that
 are left out have parameters, gradients and optimizer state, so that the update of the weights is traced whole; and
 their routers are in the unit of all routers, so that its messages are whole.
 """
@@ -91,7 +91,7 @@ def blocks_of_stages(config: Config) -> tuple[int, ...]:
 
 
 def check_parameters(model: Decoder, repeats: Repeats) -> None:
-    """Raise NotEqualError unless the parameters of the blocks are those of the first period, trained or frozen."""
+    """Raise NotEqualError unless the blocks have the same parameters as the first period, trained or frozen."""
 
     def parameters(number: int) -> list[object]:
         named = model.layers[str(number)].named_parameters()
@@ -132,8 +132,8 @@ def _units_of(block: nn.Module) -> list[FSDPModule]:
 def watch_blocks(stage: Decoder, tracker: Tracker, repeats: Repeats, routers: Sequence[nn.Module]) -> None:
     """Tell the tracker when the forward of each block begins, and its backward.
 
-    routers: those of blocks that are not traced, in the unit of all routers. They get their gradients after the
-    backward of both periods, before the unit's are reduced.
+    routers: of the blocks that are not traced, in the unit of all routers. They get their gradients after the backward
+    of both periods, before the unit's gradients are reduced.
     """
 
     def watch(number: int, block: nn.Module) -> None:
@@ -166,7 +166,7 @@ def watch_blocks(stage: Decoder, tracker: Tracker, repeats: Repeats, routers: Se
 
 @torch.no_grad()
 def give_gradients(modules: Sequence[nn.Module], like: Decoder) -> None:
-    """Give modules that are not run what a backward leaves: gradients, and sums of the routers as in `like`."""
+    """Give modules that are not run the results of a backward: gradients, and sums of the routers as in `like`."""
     if like.model.experts:
         own = next(module for module in reversed(list(like.modules())) if isinstance(module, Router))
         for router in (inner for module in modules for inner in module.modules() if isinstance(inner, Router)):
@@ -194,7 +194,7 @@ def check_between_steps(tracker: Tracker, blocks: Sequence[BlockBegins], repeats
 
 
 def repeated_spans(tracker: Tracker, repeats: Repeats) -> list[Span]:
-    """Return the spans of the step with all blocks, from those of a tracker that saw some. NotEqualError."""
+    """Return the spans of the step with all blocks, from a tracker that saw some of them. Raises NotEqualError."""
     begins = {mark.time: mark for mark in tracker.blocks}
     marks = sorted([*tracker.marks, *((mark.time, "") for mark in tracker.blocks)])
     actions: list[list[_Part]] = []
@@ -241,7 +241,7 @@ def _not_zero(level: Bytes) -> dict[str, int]:
 
 
 def _repeated(parts: Sequence[_Part], repeats: Repeats) -> Iterator[_Part]:
-    """Yield the parts of an action, and those of the second period once more for each that was left out."""
+    """Yield the parts of an action; the second period's are repeated for each period that was left out."""
     period = repeats.period
     after: dict[int, Sequence[_Part]] = {}
     """second period of each kind of part, by the place of its last one"""

@@ -105,7 +105,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.min_lr": 6e-5,
     },
 }
-"""What the programs take where a key is absent, if it differs from ours or is needed below. Sources: torchtitan 0.2.2,
+"""The programs' defaults for absent keys, if they differ from ours or are needed below. Sources: torchtitan 0.2.2,
 Megatron-LM core 0.16, nanochat of July 2026, litgpt 0.5."""
 
 FORMER_NAMES = {
@@ -707,7 +707,7 @@ SET = "SET"
 SOURCES = [{"kind": "text", "path": SET}]
 """the same for data.sources"""
 NEEDED = ("training.sequence_length", "training.global_batch_size", "training.steps")
-"""What our defaults must not decide: "SET" where the other config does not say it, so that nothing else is trained."""
+"""Keys that our defaults must not decide: "SET" where the other config lacks one, so that nothing else is trained."""
 TRAINED = {"model", "base", "data", "training", "optimizer", "schedule", "finetune", "lora", "float8"}
 """sections whose keys change the training"""
 AFTER_TRAINING = {"export", "generate"}
@@ -729,7 +729,7 @@ class Translated(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """A comment on a key of the other program that is no setting."""
+    """A comment on a key of the other program that is not a setting."""
 
     text: str
     rank: int

@@ -107,7 +107,7 @@ def _returned(name: str, functions: dict[str, ast.FunctionDef], constants: Mappi
 def _literal(node: ast.expr, names: dict[str, Any]) -> Any:
     """Return a value that is written in the source. A call is the table of its keyword arguments.
 
-    `Class.Config()` is "Class", `model_registry("8B")` is "8B" and `DATASETS["c4"]` is "c4": a name of what it makes.
+    `Class.Config()` is "Class", `model_registry("8B")` is "8B" and `DATASETS["c4"]` is "c4": the name of the result.
     names: values of variables. The value of any other name is not known: "$NAME".
     """
     if isinstance(node, ast.Name) and node.id in names:

@@ -63,10 +63,10 @@ class Inspection:
 def inspect_training(
     config: Config, wrong: Collection[str] = (), *, is_elsewhere: bool = False, reads_sources: bool = True
 ) -> Inspection:
-    """Look at everything that a training run needs, but for parts that depend on keys with a wrong value.
+    """Look at everything that a training run needs, except parts that depend on keys with a wrong value.
 
     is_elsewhere: the run is for another machine, whose GPUs and packages are unknown. reads_sources: False for a recipe
-    with data of its own.
+    with its own data.
     """
     inspection = Inspection()
     sections = {key.partition(".")[0] for key in wrong}

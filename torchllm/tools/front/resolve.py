@@ -5,8 +5,8 @@
     CONFIG = load_model(sys.argv[1:])             a recipe that uses a run's model, or a published one
     CONFIG = load_sizes(sys.argv[1:])             a recipe of one process that needs the sizes of a model, no weights
 
-`model.from_hf` gives a run the sizes and the weights of a published model. `parallel.layout = "auto"` leaves the layout
-to the planner, for the machine that starts the run; with "tune" the run measures the planner's best few. A
+`model.from_hf` gives a run the sizes and the weights of a published model. `parallel.layout = "auto"` lets the planner
+choose the layout for the machine that starts the run; with "tune" the run measures the planner's best few. A
 recipe that needs none of these, nor a look at the files, calls `tools.config.load.load_config`.
 """
 
@@ -46,14 +46,14 @@ MOST_OF_BYTES = 512
 
 
 def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool, reads_sources: bool) -> list[C]:
-    """Return what `start.load_configs` does, from the command line."""
+    """Return the result of `start.load_configs`, from the command line."""
     draft = read_draft(arguments, schema)
     alternatives = _resolve_training(draft, uses_epochs)
     return _refuse_training(draft, alternatives, uses_epochs, reads_sources)
 
 
 def _resolve_training(draft: Draft[C], uses_epochs: bool) -> list[C]:
-    """Fill in what a config leaves open; return the other layouts that "tune" measures."""
+    """Fill in the values that a config leaves open; return the other layouts that "tune" measures."""
     _resolve_model(draft)
     check_cluster(draft)  # nothing is planned for a wrong one
     check_frozen(draft)
@@ -83,7 +83,7 @@ def _refuse_training(draft: Draft[C], alternatives: list[C], uses_epochs: bool, 
 
 
 def _notes_before_start(draft: Draft[Any], is_finetuning: bool, reads_sources: bool) -> Iterator[str]:
-    """Yield lines about a training whose user may not have meant what its config says. They change nothing."""
+    """Yield notes on settings that the user may not have intended. They change nothing."""
     if not draft.errors:
         yield from _longer_sequences(draft)
         yield from _single_chunk(draft)
@@ -135,7 +135,7 @@ def _data_of_a_plan(draft: Draft[Any]) -> Iterator[str]:
 
 
 def _unused_amd_driver(draft: Draft[Any]) -> Iterator[str]:
-    """Note that the run is on the CPU of a machine that may have AMD GPUs; a processor's graphics unit looks alike."""
+    """Note that the run is on the CPU of a machine that may have AMD GPUs; integrated graphics look the same."""
     config = draft.config
     if config.run.device == "auto" and not config.run.dry_run and AMD_DRIVER.exists() and count_gpus() == 0:
         yield (
@@ -187,7 +187,7 @@ def load_model(arguments: Sequence[str], *, inspect: "Callable[[Config], Inspect
 
 
 def _note_message_of_run(draft: Draft[Config]) -> None:
-    """Note that a chat answers the prompt of the run's config, not what a user types."""
+    """Note that a chat answers the prompt of the run's config, not the user's input."""
     settings, path = draft.config.generate, ("generate", "prompt")
     if settings.chat and settings.prompt and not settings.prompts_file and not draft.is_overridden(path):
         draft.notes.append(
@@ -399,7 +399,7 @@ def _choose_length(draft: Draft[Any]) -> None:
         draft.notes.append(draft.located(epochs, "does nothing in this run: the command line sets training.steps"))
         return
     files_with_either = [file for file in draft.layer.files if {epochs, steps} & file.origins.keys()]
-    # A file's epochs replace the steps of its base, of which nothing is said.
+    # A file's epochs replace the steps of its base, without a note.
     is_chosen = draft.is_overridden(steps) or (bool(files_with_either) and steps in files_with_either[-1].origins)
     if is_chosen and draft.is_asked_about(steps):
         draft.notes.append(draft.located(steps, "does nothing in this run: finetune.epochs decides"))

@@ -40,7 +40,7 @@ def load_configs(
     output and exit status are as in `tools.config.load.load_config`. It also checks the cluster's file and, before
     the processes of the run are started, the files that it reads and the folders that it writes. uses_epochs: the
     recipe takes its steps from finetune.epochs; for another one it is printed that the key does nothing.
-    reads_sources: False for a recipe with data of its own, whose data.sources and data.tokenizer are not looked at.
+    reads_sources: False for a recipe with its own data, whose data.sources and data.tokenizer are not checked.
     """
     configs = handed_configs(arguments, schema)
     if configs is None:

@@ -103,7 +103,7 @@ def read_merged(frozen: ReadWeight, updates: dict[str, Tensor], scale: float, na
 def model_weights(config: Config, checkpoint: WeightReader) -> ReadWeight:
     """Return the weights of the model that a checkpoint of a run is of; with LoRA, its updates are merged in.
 
-    Raises what `frozen_weights` and `read_updates` do.
+    Raises as `frozen_weights` and `read_updates` do.
     """
     if not config.lora.is_on:
         return checkpoint.read

@@ -96,7 +96,7 @@ def keys_of_blocks(blocks: Sequence[BlockForm], keys: Mapping[BlockForm, dict[st
 
 
 def _names_of_kinds(forms: Sequence[BlockForm]) -> list[str]:
-    """Return a name for each of several forms of blocks: the words for the features in which they differ."""
+    """Return a name for each of several forms of blocks: the words for the features that differ."""
     words = zip(*(form.words for form in forms), strict=True)
     differing = [of_feature for of_feature in words if len(set(of_feature)) > 1]
     return ["_".join(parts) for parts in zip(*differing, strict=True)]

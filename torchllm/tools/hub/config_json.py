@@ -189,7 +189,7 @@ class ReadConfig:
     quantization: Quantization = field(default_factory=Plain)
     """how the files store the weights"""
     text_part: TextPart | None = None
-    """what the text model is a part of; None: it is the whole model"""
+    """the model that the text model is a part of; None: it is the whole model"""
     unknown_fields: list[str] = field(default_factory=list)
     """fields that nothing here knows, and that are not used"""
 
@@ -201,7 +201,7 @@ class ReadConfig:
 def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     """Return the values of [model] in a config.json, with all faults and unsupported settings.
 
-    Of a model of text and more they are those of its text model.
+    For a model of text and more these are the values of its text model.
     """
     read = ReadConfig()
     model_type = content.get("model_type")
@@ -239,7 +239,7 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
 
 
 def _read_text_part(content: Mapping[str, Any], text_part: TextPart) -> ReadConfig:
-    """Return what `read_config_json` does of the text model within a model."""
+    """Return the result of `read_config_json` for the text model within a model."""
     try:
         read = read_config_json(text_part.fields(content))
     except FieldError as error:
@@ -396,7 +396,7 @@ def _read_experts(content: Mapping[str, Any], family: HubFamily, read: ReadConfi
 
 
 def _read_shared_experts(read: ReadConfig) -> int:
-    """Return the number of shared experts, whose width was read; report it if it is no whole one."""
+    """Return the number of shared experts, whose width was read; report it if it is not a whole number."""
     width, of_one = read.values["shared_experts"], read.values["expert_ffn"]
     if of_one and width % of_one:
         reason = f"is {width}, no multiple of {read.fixed['expert_ffn']} = {of_one}, not supported"
@@ -665,7 +665,7 @@ def family_to_export(model: Model, model_type: str = "") -> HubFamily:
 
 
 def why_no_family(model: Model) -> list[NoFamily]:
-    """Return why a model cannot be exported, for each family with experts, or without, as the model; nearest first.
+    """Return why a model cannot be exported as each family with experts, or without, like the model; nearest first.
 
     The list is empty if it can be exported as one of them.
     """

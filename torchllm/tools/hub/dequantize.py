@@ -1,4 +1,4 @@
-"""The values of a model's tensors, made of what its files hold: a function for each method of `quantization.py`."""
+"""The values of a model's tensors, made from the data in its files: a function for each method of `quantization.py`."""
 
 from collections.abc import Callable
 from functools import singledispatch

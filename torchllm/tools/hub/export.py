@@ -110,7 +110,7 @@ def export_adapter(config: Config, final: Path | str, *, ema: bool = False) -> E
 
 
 def open_checkpoints(config: Config, ema: bool) -> list[WeightReader]:
-    """Return the checkpoints that are exported, the newest first. Raises what `export_model` does."""
+    """Return the checkpoints that are exported, the newest first. Raises as `export_model` does."""
     prefix = AVERAGED_WEIGHTS if ema else WEIGHTS
     return [WeightReader(folder, prefix) for folder in checkpoints_to_export(config)]
 

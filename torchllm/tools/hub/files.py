@@ -130,7 +130,7 @@ class HubFiles:
     """parts of the files that are not read"""
 
     def record(self) -> dict[str, Any]:
-        """Return the record of the files that a run has started from, for its checkpoints."""
+        """Return a record of the files that a run has started from; its checkpoints store it."""
         return {
             name: {"size": header.size, "header_sha256": header.sha256} for name, header in sorted(self.headers.items())
         }
@@ -192,7 +192,7 @@ def _places(folder: Path) -> dict[str, str]:
 
 
 def _what_is_there(folder: Path) -> str:
-    """Return a hint at other files in a folder without the right ones, for a message."""
+    """Return the part of a message on other files in a folder without the right ones."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         return (
@@ -223,7 +223,7 @@ def _collect_tensors(
 
 
 def _said_of_left_out(keys: Sequence[str]) -> str:
-    """Return how many tensors are not read, and of what parts: "model.vision_tower", "model.layers.61"."""
+    """Return how many tensors are not read, and their parts: "model.vision_tower", "model.layers.61"."""
     parts = Counter(re.sub(r"((?:model\.)?(?:layers\.)?[^.]+)\..*", r"\1", key) for key in keys)
     listed = ", ".join(f"{part} ({count})" for part, count in parts.most_common(LISTED_PARTS))
     more = f", and {len(parts) - LISTED_PARTS} parts more" if len(parts) > LISTED_PARTS else ""

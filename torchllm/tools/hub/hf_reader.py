@@ -1,6 +1,6 @@
 """Read the weights of a published model into this rank's shards.
 
-A rank reads the byte ranges of its own shards and no others, in blocks of at most `BLOCK` bytes, whatever the layout:
+A rank reads only the byte ranges of its shards, in blocks of at most `BLOCK` bytes, whatever the layout:
 nothing is sent between ranks, and none ever holds a whole model.
 """
 
@@ -109,7 +109,7 @@ def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead) -> int:
 
 
 class PieceReader:
-    """Reads boxes of the tensors in a model's files, each of which it opens once."""
+    """Reads boxes of the tensors in a model's files; each file is opened once."""
 
     def __init__(self, files: HubFiles) -> None:
         self.files = files

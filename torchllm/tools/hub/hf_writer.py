@@ -104,7 +104,7 @@ def write_weights(
     bytes_per_file: int = BYTES_PER_FILE,
 ) -> None:
     """Write tensors into the files of a model, each made of the weights that it holds, and the index if there are
-    several files. Raises what `weights` does, and OSError."""
+    several files. Raises as `weights` does, and OSError."""
     files = plan_files(tensors, dtype, bytes_per_file)
     parts = PartReader(weights)
     for name, group in files.items():
@@ -231,7 +231,7 @@ def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, tex
     spellings = {"dtype": dtype, "torch_dtype": dtype}  # of transformers 5, and of 4
     padding = {
         "pad_token_id": None
-    }  # else that of the class: SmolLM3's may be over the vocabulary, and is refused then
+    }  # else the default of the class: SmolLM3's may be over the vocabulary, and is refused then
     write_json(folder / CONFIG_JSON, write_config_json(model, family) | spellings | padding | _special_ids(texts))
     write_generation_config(folder, texts)
 

@@ -1,6 +1,6 @@
-"""What a model of an unsupported type has that the model here has not, by the fields of its config.json. No torch.
+"""The parts of an unsupported model that the model here lacks, by the fields of its config.json. No torch.
 
-A part that is added here takes its row of `PARTS` away.
+When a part is added here, its row of `PARTS` is removed.
 """
 
 import re
@@ -86,7 +86,7 @@ def _others(values: Any, known: Sequence[str]) -> list[Any]:
 
 
 class MissingPart(NamedTuple):
-    """A part of models that the model here has not."""
+    """A part of models that the model here lacks."""
 
     name: str
     fields: str
@@ -127,7 +127,7 @@ PARTS = (
 
 
 class Missing(NamedTuple):
-    """What a config.json asks for that is not here."""
+    """The missing parts that a config.json asks for."""
 
     parts: dict[str, list[str]]
     """names of parts -> the fields that ask for them, with their values"""
@@ -136,7 +136,7 @@ class Missing(NamedTuple):
 
 
 def missing_parts(content: Fields, known: AbstractSet[str], place: str = "") -> Missing:
-    """Return what a config.json asks for, also in the fields of its text model.
+    """Return the missing parts that a config.json asks for, also in the fields of its text model.
 
     known: the fields that some family reads, or that do nothing. place: of the fields, for their names.
     """
@@ -159,7 +159,7 @@ def missing_parts(content: Fields, known: AbstractSet[str], place: str = "") -> 
 
 
 def lines_of_missing(content: Fields, known: AbstractSet[str]) -> list[str]:
-    """Return what a config.json asks for as some short lines. known: as in `missing_parts`."""
+    """Return the missing parts that a config.json asks for as a few short lines. known: as in `missing_parts`."""
     parts, unread = missing_parts(content, known)
     lines = [f"missing: {name} ({_listed(parts[name], LISTED_FIELDS)})" for name in list(parts)[:LISTED_PARTS]]
     more = list(parts)[LISTED_PARTS:]

@@ -1,7 +1,7 @@
 """How the values of a model's tensors lie in its files: as they are, or quantized. No torch.
 
-A method of quantization is a class here, which says what tensors of a file hold one of the model's; a row of `METHODS`;
-and a function of `dequantize.py`, which makes the values of them.
+A method of quantization is a class here, which names the tensors of a file that hold one of the model's; a row of
+`METHODS`; and a function of `dequantize.py`, which makes the values of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,10 +31,10 @@ class FilePiece(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """What holds the values of one tensor of a model."""
+    """The stored form of one tensor of a model."""
 
     method: "Quantization"
-    """by which `dequantize.decode` makes the values"""
+    """method that `dequantize.decode` uses"""
     pieces: tuple[FilePiece, ...]
     """as it takes them"""
     rows: int = 1
@@ -42,10 +42,10 @@ class Storage(NamedTuple):
 
 
 class Quantization(Protocol):
-    """A method by which the tensors of a model are stored."""
+    """A method of storing the tensors of a model."""
 
     def storage_of(self, stored: StoredTensor, tensors: Mapping[str, FileTensor]) -> Storage:
-        """Return what holds a tensor. tensors: of the model's files, by key."""
+        """Return the stored form of a tensor. tensors: of the model's files, by key."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class BlockFloat8:
-    """Matrices in float8_e4m3fn with a scale per block, by which its values are to be multiplied (DeepSeek-AI 2024,
+    """Matrices in float8_e4m3fn with a scale per block that multiplies its values (DeepSeek-AI 2024,
     arXiv 2412.19437, section 3.3). Blocks at the border are cut. Tensors of another dtype are stored as they are.
 
     `quant_method` "fp8" of DeepSeek-V3, Kimi K2, MiniMax-M2 and Qwen3.
@@ -98,8 +98,8 @@ class Mxfp4:
     """Matrices of experts in 4 bits, two values a byte, and a power of 2 for each 32 of a row that follow each other
     (Open Compute Project, Microscaling Formats 1.0, section 5.3). Other tensors are as they are.
 
-    `quant_method` "mxfp4" of gpt-oss: a file has blocks (E, N, M / 32, 16) and scales (E, N, M / 32) for what is
-    (E, M, N) unquantized.
+    `quant_method` "mxfp4" of gpt-oss: a file has blocks (E, N, M / 32, 16) and scales (E, N, M / 32) for an
+    unquantized (E, M, N).
     """
 
     @classmethod

@@ -25,7 +25,7 @@ LENGTH = "max_position_embeddings"
 WINDOW_THETA = "rope_local_base_freq"
 """a field of config.json: the base of the rotary frequencies in blocks with a window (Gemma 3)"""
 PROPORTIONAL = "proportional"
-"""rope_type of the angles of whole heads, of which a share turn (Gemma 4); its factor is that of "linear" """
+"""rope_type with the angles of whole heads where only a share turn (Gemma 4); its factor acts as in "linear" """
 QUERY_SCALE = "llama_4_scaling_beta"
 """a field of YaRN's table that families with `scales_queries` read"""
 REQUIRED = object()
@@ -210,7 +210,7 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
 
 
 def _kind(scaling: Any) -> str:
-    """Return the rope_type of a table; of what is none that of a model without one."""
+    """Return the rope_type of a table; if it is none, "default", as for a model without one."""
     if not isinstance(scaling, Mapping):
         return "default"
     return str(scaling.get("rope_type", scaling.get("type", "default")))

@@ -40,7 +40,7 @@ class FileTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says it holds."""
+    """The contents of a file by its header."""
 
     tensors: dict[str, FileTensor]
     """by key"""
@@ -53,7 +53,7 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """Return the header of a .safetensors file.
 
-    Raises HubFileError if the file cannot be read, is cut short, or is not what its header says.
+    Raises HubFileError if the file cannot be read, is cut short, or does not match its header.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -81,7 +81,7 @@ def read_header(path: Path) -> Header:
 
 
 def _parse_entry(file: str, entry: dict[str, Any], begin_of_data: int) -> FileTensor:
-    """Return what a header says of one tensor. Raises ValueError, TypeError or KeyError if it is damaged."""
+    """Return a tensor from its entry in a header. Raises ValueError, TypeError or KeyError if it is damaged."""
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):

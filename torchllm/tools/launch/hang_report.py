@@ -1,4 +1,4 @@
-"""What both watches over hangs share, and the report of the ranks: the rank that others wait for.
+"""Code shared by both watches over hangs, and the report of the ranks: the rank that others wait for.
 
 A rank waits in a collective that it has entered and that is not done. The others wait for the members of the group that
 have not entered it, by its number in the group. A rank that others wait for, and that waits for no rank itself, holds
@@ -59,7 +59,7 @@ class Standstill(Generic[Value]):
 def look_every_second(look: Callable[[float], None], ended: threading.Event) -> None:
     """Call `look` with the seconds since its last call, once per `TICK` until `ended`.
 
-    Of the time between two looks, what is over 2 ticks does not count: this process was stopped then, and so were the
+    Time beyond 2 ticks between two looks does not count: this process was stopped then, and so were the
     processes that it watches. The time of a look counts: its request to the store may wait for a node that is gone.
     """
     looked, last_end = 0.0, time.monotonic()
@@ -132,7 +132,7 @@ class RankDump(NamedTuple):
 
 
 def read_dump(text: str) -> RankDump:
-    """Read what `RankDump.json` wrote."""
+    """Read the output of `RankDump.json`."""
     from torchllm.tools.launch.torch_records import FlightRecord
 
     fields = json.loads(text)

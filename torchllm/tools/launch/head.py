@@ -43,7 +43,7 @@ class NodeMissing(Exception):
 
 
 class NodeWait:
-    """A wait for other nodes that reports what is missing, and ends after a request to stop or a timeout."""
+    """A wait for other nodes that reports the missing node, and ends after a request to stop or a timeout."""
 
     def __init__(self, limit: float, stop_file: Path | None = None, *, speaks: bool = True) -> None:
         """Begin to wait, for `limit` seconds at most. stop_file: exists after a request to stop. speaks: on stderr."""

@@ -105,7 +105,7 @@ class Launcher:
         self.attempt = 0
         """counts the attempts from 1"""
         self.reserved = socket.socket()
-        """keeps other programs from the port of rank 0 in a job of one node; nobody listens to it yet"""
+        """keeps other programs from the port of rank 0 in a job of one node; nothing listens on it yet"""
 
     def run(self) -> NoReturn:
         """Run the job. Raises SystemExit as `launch` does."""

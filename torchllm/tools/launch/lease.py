@@ -37,7 +37,7 @@ from torchllm.tools.launch.process_identity import Process, is_gone
 FOLDER = "lease"
 """in the run folder"""
 HANDED_DOWN = "TORCHLLM_LEASE"
-"""environment variable: the claim of the launcher, for its ranks"""
+"""environment variable that gives the launcher's claim to its ranks"""
 RELEASED = "released".ljust(10)
 """count of an owner whose job has ended; as long as any other count"""
 DONE = "done".ljust(10)

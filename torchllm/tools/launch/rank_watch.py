@@ -79,7 +79,7 @@ class Beat(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the rank, or the process, for a message."""
+        """Return the name of the rank, or of the process, in messages."""
         return f"process {self.pid}" if self.rank is None else f"rank {self.rank}"
 
     @property

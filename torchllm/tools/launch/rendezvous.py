@@ -1,9 +1,9 @@
 """How the launchers of several nodes find each other, and the store that their ranks share: a new one for each attempt.
 
 The launcher of node 0 serves a store to the other launchers for as long as the job lasts, under an address that all of
-them are given or find in the run folder (head.py). There it announces the port of each attempt's store: in that of an
-earlier attempt ranks would find the addresses, votes and alarms of ranks that have ended. Whoever reaches these ports
-can end the job: the network must be trusted.
+them are given or find in the run folder (head.py). There it announces the port of each attempt's store: in an earlier
+attempt's store ranks would find the addresses, votes and alarms of ranks that have ended. Anyone with access to these
+ports can end the job: the network must be trusted.
 
 When the ranks of a node fail, its launcher says so in the launchers' store, all others end their ranks, and all of
 them tell node 0 how their part has ended; node 0 decides for the job whether there is another attempt (`agree`).
@@ -128,7 +128,7 @@ class Rendezvous:
         self.connection = NodeConnection(self.head, port, self.node, self.start_timeout)
 
     def _await(self, key: str, wait: NodeWait, missing: str) -> bytes:
-        """Return a value of the launchers' store when node 0 has set it. missing: what it waits for, in words."""
+        """Return a value of the launchers' store when node 0 has set it. missing: the awaited event, in words."""
         while not self.launchers.check([key]):
             self._raise_end()
             wait.go_on(missing, "The output of node 0 names the reason")
@@ -194,7 +194,7 @@ class Rendezvous:
             self._raise_end()
 
     def await_others(self) -> None:
-        """Wait, when the ranks of this node are done, until those of all nodes are. Raises as `look` does."""
+        """Wait, when the ranks of this node are done, until the ranks of all nodes are. Raises as `look` does."""
         try:
             done = self.launchers.add(self._key("done"), 1)
             while done < self.nodes:

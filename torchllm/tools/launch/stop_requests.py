@@ -94,7 +94,7 @@ class StopRequests(StopSource):
         self._earlier = None
 
     def _file(self) -> object:
-        """Return what tells the file `STOP` from a later one in its place; None if there is none."""
+        """Return the identity of the file `STOP`, which a later one does not share; None if there is none."""
         try:
             status = (self.folder / STOP).stat()
         except OSError:

@@ -122,7 +122,7 @@ def take_lease(run_folder: Path, timing: Timing | None = None) -> Lease:
 
 
 def _take(run_folder: Path, lease_folder: Path, timing: Timing) -> Lease:
-    """Do what `take_lease` says, in a folder that exists. Raises OSError if the disk fails."""
+    """Do the work of `take_lease`, in a folder that exists. Raises OSError if the disk fails."""
     while True:
         newest = newest_number(lease_folder)
         if newest:

@@ -126,7 +126,7 @@ class StoredParts(NamedTuple):
 
     norm: float
     norms: float
-    """those of attention; as many are at the feed-forward layer"""
+    """norms at attention; the norms at the feed-forward layer keep the same number of bytes"""
     feeds_attention: float
     """inputs of attention's products"""
     feeds_ffn: float
@@ -236,8 +236,8 @@ def block_products(
 ) -> list[BlockProduct]:
     """Return the products of a block in the order of their use (`facts.flops.product_sizes`).
 
-    Results of the router are empty here, and so are those of routed experts without `routed`. An updated layer is three
-    products, W x, A x and B A x.
+    Results of the router are empty here, and without `routed` so are the results of routed experts. An updated layer is
+    three products, W x, A x and B A x.
     """
     width = Widths.of(model, piece)
     added = {f"added {n}": BlockProduct(shape.outputs) for n, shape in enumerate(added_matrices(model, piece.tp))}

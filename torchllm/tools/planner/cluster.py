@@ -108,7 +108,7 @@ class Hardware:
 
     @cached_property
     def domain(self) -> int:
-        """GPUs that reach each other at the rate of the innermost link: those of a node, or of a rack of nodes."""
+        """GPUs that reach each other at the rate of the innermost link: the GPUs of a node, or of a rack of nodes."""
         return max(link.gpus for link in self.links if link.bandwidth >= self.links[0].bandwidth)
 
     def used(self, shape: Sequence[int]) -> int:

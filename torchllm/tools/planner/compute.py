@@ -113,14 +113,14 @@ class Piece(NamedTuple):
 
     @property
     def share(self) -> RankShare:
-        """What a mixer's costs depend on."""
+        """Arguments of a mixer's costs."""
         length = self.tokens // self.sequences
         return RankShare(self.tp, self.spread, length, self.keys // length, self.ring)
 
 
 @lru_cache(maxsize=1024)
 def mixer_costs(model: Model, piece: Piece) -> MixerCosts:
-    """Return what the mixer of a view costs a rank. ValueError if that is not known: `parameters.why_not_costed`."""
+    """Return the costs of the mixer of a view on a rank. ValueError if unknown: `parameters.why_not_costed`."""
     costs = mixer(model).costs
     if costs is None:
         raise ValueError(f"the costs of {model.mixer} are not known")
@@ -169,7 +169,7 @@ def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: float = 0
 def dense_width(model: Model) -> int:
     """Return the width of a block's feed-forward layer that every token uses.
 
-    Of a sparse block that is the width of all shared experts together, or of a layer beside them; 0 if it has neither.
+    Of a sparse block: the width of all shared experts together, or of a dense layer next to them; 0 if neither.
     """
     of_all = (shape.outputs for shape in feed_forward(model).products(model) if shape.layer == "up_proj")
     return next(of_all, 0)
@@ -320,7 +320,7 @@ def attention(
 
     Flash kernels compute the pairs that causal mask and window leave, half of all without a window, and in the backward
     5 products for the forward's 2 (Dao et al., arXiv 2205.14135 and 2307.08691); the others compute all, and move every
-    score through memory several times, counted here in bytes. What a core does besides scores is counted in bytes too.
+    score through memory several times, counted here in bytes. The rest of a core is counted in bytes too.
     """
     costs = mixer_costs(model, piece)
     moved = piece.tokens * costs.moved.of(backward) * software.constants.traffic
@@ -381,13 +381,13 @@ GATED_BYTES, GATED_BYTES_FUSED = PerPass(10.0, 18.0), PerPass(6.0, 10.0)
 """bytes per feature that SwiGLU moves between the products, in single kernels and in one"""
 UNGATED_BYTES, SQUARED_RELU_BYTES = PerPass(4.0, 6.0), PerPass(8.0, 10.0)
 """bytes per feature that an activation without a gate moves, in one kernel: it reads one number, its gradient two; and
-those of ReLU and its square in single kernels, two forward and two backward"""
+that ReLU and its square move in single kernels, two forward and two backward"""
 BACKWARD_KERNELS = 1.5
 """number of elementwise kernels of a backward, relative to its forward"""
 
 
 def norms_per_part(view: Model) -> int:
-    """Return the norms of the residual stream at attention, and as many at the feed-forward layer."""
+    """Return the number of norms of the residual stream at attention; the feed-forward layer has the same number."""
     return 2 if view.norm_position == "both" else 1
 
 
@@ -516,7 +516,7 @@ EMBEDDING_KERNELS = PerPass(2, 4)
 
 
 def embedding_seconds(model: Model, piece: Piece, software: Software, hardware: Hardware) -> EmbeddingSeconds:
-    """Return the times of the look-up and of its gradient, with those of a norm of the embeddings.
+    """Return the times of the look-up and of its gradient, with a norm of the embeddings if there is one.
 
     The gradient is a whole table of zeros; rows are added to it, and then it is added to the step's sum.
     """

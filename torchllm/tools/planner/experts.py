@@ -48,8 +48,8 @@ MATRICES = 3
 """matrices of an expert: gate, up, down"""
 
 PERMUTED_BYTES, PERMUTED_BYTES_FUSED = PerPass(4.0, 8.0), PerPass(4.0, 4.0)
-"""bytes per element that putting rows in another order moves: in torch the backward adds to zeros, in a kernel of its
-own it reads and writes"""
+"""bytes per element that putting rows in another order moves: in torch the backward adds to zeros, in a separate
+kernel it reads and writes"""
 COMBINED_BYTES, COMBINED_BYTES_FUSED = PerPass(10.0, 20.0), PerPass(2.0, 6.0)
 """bytes per element of the results that their weighted sum moves: in float32 tensors, and in the registers of one
 kernel"""
@@ -63,7 +63,7 @@ ROUTED_GRADIENT_KERNELS = 8.0
 """kernels of the gradients of their weights, and of adding them to the step's"""
 
 UNFUSED_GATE_BYTES = {"clamped_silu": 8.0}
-"""bytes per feature that autograd keeps of a gate that is not compiled, beside both factors and the result, by
+"""bytes per feature that autograd keeps of a gate that is not compiled, in addition to both factors and the result, by
 model.activation; others keep the activated gate in 16 bits"""
 INDEX_BYTES = 8.0
 """bytes of an index in torch"""

@@ -1,4 +1,4 @@
-"""What Muon adds to the end of a step: the time of its products and of its communication, and memory. No torch.
+"""Muon's cost at the end of a step: the time of its products and of its communication, and memory. No torch.
 
 As in `optim/muon.py`: the ranks that share the weights own the matrices of their blocks in turns. The matrices
 of a round have similar cost, and all ranks wait for its largest.
@@ -72,7 +72,7 @@ def matrix_shapes(model: Model) -> list[MatrixShape]:
 def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
     """Return the seconds of the iterations for the routed experts of some like blocks. model: their view.
 
-    Each rank iterates for its share of them; with more ranks than experts, for one.
+    Each rank iterates for its share of them, at least for one expert.
     """
     if not model.experts:
         return 0.0
@@ -137,7 +137,7 @@ def muon_seconds(case: Case, views: tuple[int, ...]) -> float:
 
 
 def muon_bytes(case: Case) -> float:
-    """Return the bytes that Muon's update holds at its peak, for the largest matrix of a model without experts.
+    """Return the peak bytes of Muon's update, reached at the largest matrix of a model without experts.
 
     An owner has, in 16 bits, the parts of Nesterov's momentum that it sends, the whole momentum, the result and its
     transpose, and for each axis that cuts matrices the parts that it receives and those that it answers with; the last

@@ -46,7 +46,7 @@ def moment_bytes(case: Case) -> float:
 
 
 def inputs_on_host(case: Case, sizes: Sequence[StageSize], ranks: Iterable[int]) -> float:
-    """Return the bytes of the inputs of blocks, or segments, on the host, for the rank with most.
+    """Return the bytes that the rank with most of them keeps on the host: inputs of blocks, or segments.
 
     sizes: of the pipeline's stages. A rank keeps the inputs of all its micro batches in flight.
     """

@@ -152,7 +152,7 @@ def _trained_share(model: Model, parts: str | tuple[str, ...]) -> float:
 def trained_share_of_stage(model: Model, stage: StageSize) -> float:
     """Return the share of a stage's parameters that model.frozen leaves trained.
 
-    A stage in the middle may have any blocks that follow each other: those of which most is trained.
+    A stage in the middle may have any consecutive blocks: the ones with the largest trained share are assumed.
     """
     if not model.frozen:
         return 1.0

@@ -331,7 +331,7 @@ class DataExchange(NamedTuple):
 def _data_exchange(case: Case, shards: ShardedRank) -> DataExchange:
     """Return the exchange between the data ranks, by the ZeRO stage (Rajbhandari et al., arXiv 1910.02054, section 5).
 
-    ZeRO 3 exchanges while blocks compute (`stage.sharded_weights`), but its first gather and its last reduction, those
+    ZeRO 3 exchanges while blocks compute (`stage.sharded_weights`), but its first gather and its last reduction, both
     of the embedding, have nothing to hide behind. Under pp gradients are reduced once per step.
     """
     parallel, software = case.parallel, case.software

@@ -131,7 +131,7 @@ class Rank(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Number of ranks that share the weights, those of experts excluded."""
+        """Number of ranks that share the weights, except the weights of experts."""
         return self.parallel.dp_shard * self.parallel.cp if self.parallel.zero else 1
 
     @property

@@ -1,4 +1,4 @@
-"""The order of computation of every pipeline rank, for each of torch's schedules. No torch.
+"""The order of computation of every pipeline rank in each of torch's schedules. No torch.
 
 The lists are made from the published descriptions; they know no times and no waiting: a rank goes through its list and
 waits for inputs that have not arrived. They equal torch's own, entry by entry

@@ -1,8 +1,8 @@
 """Properties of training frameworks that a layout does not say, and the fitted constants. No torch.
 
-torchllm's are `TORCHLLM`; those of frameworks that it is compared with are in evidence/stacks.py of a checkout.
-Constants are the same for every framework, model, sequence length and number of GPUs; those of a GPU or a network are
-in `train_configs/clusters/*.toml`, shared by all frameworks on it.
+torchllm's are `TORCHLLM`; other frameworks, for comparison, are in evidence/stacks.py of a checkout.
+Constants are the same for every framework, model, sequence length and number of GPUs; constants of a GPU or a network
+are in `train_configs/clusters/*.toml`, shared by all frameworks on it.
 """
 
 from dataclasses import dataclass, replace
@@ -93,7 +93,7 @@ class Software:
     keeps_gathered: bool = True
     """True: with sequence parallelism, gathered inputs are stored for the backward; False: they are gathered again"""
     regathers: bool = False
-    """parallel.regather; with a selective recomputation `keeps_gathered` stays: what is recomputed is whole"""
+    """parallel.regather; with a selective recomputation `keeps_gathered` stays: recomputed inputs are whole"""
     fused_scores: float = 2.0
     """bytes per score that a fused softmax stores: its result"""
     eager_scores: float = 6.0

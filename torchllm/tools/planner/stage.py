@@ -212,7 +212,7 @@ def stage_cost(case: Case, size: StageSize, blocks: Sequence[BlockCost] | None =
 
 
 def splits_backward(parallel: Parallel) -> bool:
-    """Return whether a stage computes the gradients of its weights apart from those of its input."""
+    """Return whether a stage computes the gradients of its weights separately from the gradients of its input."""
     schedule = parallel.schedule
     return parallel.pp > 1 and (schedule in PUBLISHED or SCHEDULES[schedule].splits_backward)
 
@@ -361,7 +361,7 @@ ALL_TO_ALLS = 4
 
 
 class SentOverContext(NamedTuple):
-    """Bytes that a mixer of a rank gives to other ranks of cp in a forward, and as many in a backward."""
+    """Bytes that a mixer of a rank gives to other ranks of cp in a forward; a backward gives the same number."""
 
     exchanged: float
     """by all-to-alls, its own part included"""

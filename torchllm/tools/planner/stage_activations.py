@@ -38,7 +38,7 @@ def stage_activations(
     of_blocks: Sequence[BlockActivations],
     software: Software,
 ) -> StageActivations:
-    """Return what the blocks of one view keep in a stage. of_blocks: a block of each view."""
+    """Return the activations that the blocks of one view keep in a stage. of_blocks: a block of each view."""
     block, blocks = of_blocks[view], stage.views.count(view)
     if not blocks:
         return StageActivations(0.0, 0.0)
@@ -77,8 +77,8 @@ def stage_activations(
 def _selective(blocks: int, whole: float, saved: float, software: Software) -> StageActivations:
     """Return the activations of blocks that save some results.
 
-    The recomputation of a block takes its saved results, and leaves what autograd keeps without recomputation: of the
-    others nothing is left.
+    The recomputation of a block takes its saved results, and leaves the tensors that autograd keeps without
+    recomputation; the other tensors are freed.
     """
     if not software.saves_collectives:
         saved = min(saved, whole)

@@ -8,7 +8,7 @@ While it computes the peak is at the worst of a few named moments:
   loss       logits in 16 bits and in float32, their softmax; then its gradient
   head       the head's whole gradient, and the buffer that it is reduced from
   block      a block's backward: recomputed tensors, gradients of activations and weights, weights gathered ahead
-  embedding  the same as head, for the embedding
+  embedding  the same as head, but of the embedding
 """
 
 import math
@@ -55,7 +55,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
         ends = of_blocks[-1].norm + of_head
         if rank.training.loss_chunk == 0:
             logits = rank.model.predictions * rank.logit_bytes.kept * tokens * rank.logits_per_token()
-        if rank.training.loss_chunk or not rank.is_frozen:  # the head's input, for its chunks too; or its gradient
+        if rank.training.loss_chunk or not rank.is_frozen:  # the head's input, also for its chunks; or its gradient
             ends += rank.model.predictions * rank.hidden_states
         if not rank.is_frozen:
             deferred_by_head = rank.model.predictions * (rank.hidden_states + 2.0 * tokens * rank.logits_per_token())
@@ -144,7 +144,7 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfS
         if rank.is_frozen and rank.parallel.pp > 1:  # of the forward before, before any backward: else sums are larger
             gathered += rank.per_use * last_block.whole * rank.parallel.keep_last_block
         yield Memory(gathered=gathered, temporary=previous, activations=-memory.held)
-    if rank.root_of(stage):  # it stays gathered, and its buffer is freed when block 0 has been copied out of its own
+    if rank.root_of(stage):  # it stays gathered; its buffer is freed once block 0 is copied out of its own buffer
         gathered = rank.per_use * 2 * (rank.root_of(stage) + rank.block(stage, 0).whole)
         yield Memory(gathered=gathered, temporary=previous, activations=-memory.held, logits=-memory.logits)
     kept = 0  # blocks of the forward before that are still gathered; if sums of gradients exist, a backward is larger

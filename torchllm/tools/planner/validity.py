@@ -1,7 +1,7 @@
 """Say how far a prediction can be trusted: an interval of its step, and the risk of running out of memory. No torch.
 
 They come from rows that the constants were not fitted to: the error of a step depends on the shares of its terms
-(`step_errors.py`), the error of its memory is that of torchllm's peaks (`residuals.py`).
+(`step_errors.py`), the error of its memory is the error of torchllm's peaks (`residuals.py`).
 """
 
 import math
@@ -145,6 +145,6 @@ def peaks() -> Spread:
     """Return the residuals of torchllm's peak memory.
 
     They are of true peaks of its layouts on a GPU without a chip (tests/hollow): the bytes of tensors do not depend on
-    the machine. What the allocator adds differs between versions, as it did where others measured a layout repeatedly.
+    the machine. The allocator's overhead differs between versions, as it did where others measured a layout repeatedly.
     """
     return read_spreads()["peak memory", "framework", RowClass("torchllm", ANY, ANY)]

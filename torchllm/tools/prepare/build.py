@@ -209,7 +209,7 @@ def shard_size_mib(source_mib: float, shard_mib: float) -> float:
 
 
 class TokenizingProgress:
-    """How far a source is tokenized, for the lines of `signs_of_life`."""
+    """The progress of tokenizing a source, shown in the lines of `signs_of_life`."""
 
     def __init__(self, source: RawSource) -> None:
         self.text_bytes: Callable[[], int] = lambda: self._text_bytes

@@ -1,4 +1,4 @@
-"""Choose the files of a raw source: those of Python's standard library, or those at data.sources.path."""
+"""Choose the files of a raw source: Python's standard library, or the files at data.sources.path."""
 
 import os
 import sysconfig

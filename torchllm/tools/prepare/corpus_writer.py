@@ -42,7 +42,7 @@ def replacing(paths: Sequence[Path]) -> Iterator[Sequence[IO[bytes]]]:
 
 
 def first_noted(path: Path, find: Callable[[], str]) -> str:
-    """Return the line that the first of all processes has written into a file; if there is none, what `find` returns.
+    """Return the line that the first of all processes has written into a file; if there is none, call `find` for it.
 
     Raises OSError.
     """

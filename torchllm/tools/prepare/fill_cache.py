@@ -54,6 +54,6 @@ def _described(plan: CorpusPlan) -> str:
 
 
 def note_source(folder: Path, source: str) -> None:
-    """Write from which text a corpus was made; a job that shares the cache reads all of it, old or new."""
+    """Write which text a corpus was made from; a job that shares the cache reads all of it, old or new."""
     with replacing([folder / SOURCE]) as (file,):
         file.write(source.encode())

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle (data.fim_rate): documents whose middle is trained after what follows it.
+"""Fill-in-the-middle (data.fim_rate): documents whose middle is trained after the text that follows it.
 
 A document is cut at two places of its characters, drawn uniformly, and its parts are written in another order, each
 after a special token (Bavarian et al. 2022, arXiv 2207.14255, sections 3 and 4.4). The parts are tokenized one by one,
@@ -37,7 +37,7 @@ class FillInTheMiddle:
         return [text[:start], text[start:end], text[end:]]
 
     def join(self, parts: Sequence[Ids]) -> Ids:
-        """Return the ids of a document, given those of each part of `cut`."""
+        """Return the ids of a document from the ids of each part of `cut`."""
         if len(parts) == 1:
             return parts[0]
         prefix, middle, suffix = parts

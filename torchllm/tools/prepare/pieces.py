@@ -4,7 +4,7 @@ A tokenizer splits text by a regular expression before it merges bytes. Each mat
 may be cut where a match must end, whatever follows, or must begin, whatever comes before. `CUT` finds such places for
 the patterns of GPT-2 and Llama 3: none of their alternatives matches across
 
-- the begin of a space after a character that is no blank: a match of letters, digits or signs ends there;
+- the begin of a space after a character that is not a blank: a match of letters, digits or signs ends there;
 - the end of a line, if neither the character before nor the one after the line end is a blank, and the one after it
   is no "/", which GPT-4o's pattern adds to the signs before a line end;
 - the begin of a punctuation mark after an ideograph: a match of letters ends there.

@@ -10,7 +10,7 @@ class RawReader:
 
     def prepare(self, source: Source, settings: ReaderSettings) -> str:
         """See SourceReader: tokenize the source if it is not cached."""
-        # Of no use to ranks that only open what one process of their node has prepared.
+        # Not needed by ranks that only open a corpus prepared by one process of their node.
         from torchllm.tools.prepare.cache import plan_corpus, prepare_cached
 
         return str(prepare_cached(plan_corpus(source, settings), settings.data))

@@ -1,4 +1,4 @@
-"""What the records of a source are: texts here, conversations in `conversation_records.py`.
+"""The forms of a source's records: texts here, conversations in `conversation_records.py`.
 
 A reader of files, or of the hub, hands each object of JSON and each row of a table to a form.
 """

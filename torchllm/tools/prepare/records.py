@@ -79,7 +79,7 @@ class TextRecord(NamedTuple):
     fault: str = ""
     """kind of fault, such as "not UTF-8"; empty for a good record"""
     detail: str = ""
-    """of the fault, for the error message"""
+    """details of the fault in the error message"""
     ids: "npt.NDArray[np.uint32] | None" = None
     """of a document that is token ids already, in place of a text"""
 
@@ -125,7 +125,7 @@ def check_text(text: object, origin: Origin) -> TextRecord:
 
 
 MASKS_OF_TOKENS = ("attention_mask", "labels")
-"""columns beside token ids that may say which of them are padding or not trained"""
+"""columns next to token ids that may mark some of them as padding or not trained"""
 
 
 def check_document(fields: Mapping[str, Any], key: str, origin: Origin) -> TextRecord:

@@ -1,4 +1,4 @@
-"""Show examples of conversations as text, with what is trained of them, before anything is written."""
+"""Show examples of conversations as text, with their trained parts marked, before anything is written."""
 
 from collections.abc import Iterator
 from itertools import groupby

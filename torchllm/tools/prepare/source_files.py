@@ -1,4 +1,4 @@
-"""The files of a raw source, with what shows whether they have to be read again."""
+"""The files of a raw source, with the properties that show whether they have to be read again."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from torchllm.data.checked_file import file_sums
 from torchllm.data.error import DataError
 
 SOURCE = "source.json"
-"""name of the file that says from which text a corpus was made"""
+"""name of the file that says which text a corpus was made from"""
 
 
 class SourceFile(NamedTuple):

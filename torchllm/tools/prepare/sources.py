@@ -382,7 +382,7 @@ class JsonLineFiles(_WithLines):
 
 
 _LARGEST_ARRAY = 2**30
-"""bytes of a file that is one JSON array; Python's objects of it need about ten times as many"""
+"""bytes of a file that is one JSON array; as Python objects it needs about ten times the memory"""
 
 
 def _is_array(path: str) -> bool:

@@ -202,7 +202,7 @@ class ShardWriter:
         return self._plan.fim.cut(record.text, record.text_hash)
 
     def _joined(self, parts: Sequence[Ids | None]) -> Ids | None:
-        """Return the ids of a document, given those of each of its parts; None if the tokenizer failed on one."""
+        """Return the ids of a document from the ids of each of its parts; None if the tokenizer failed on one."""
         known = [ids for ids in parts if ids is not None]
         if len(known) < len(parts):
             return None

@@ -56,7 +56,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: C
 
 
 def _config_of(encoding: "tokenizers.Tokenizer", earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json with which transformers 4 and 5 both give the ids of an encoding.
+    """Return the content of a tokenizer_config.json that makes transformers 4 and 5 both give the ids of an encoding.
 
     earlier: content of the file next to the tokenizer.json.
     """

@@ -1,4 +1,4 @@
-"""What each technique of a layout does to a training, and so what to look at in a fork where the training is wrong."""
+"""The effect of each technique of a layout on a training, and where to look in a fork whose training is wrong."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Technique(NamedTuple):
     is_used: Callable[[Config], bool]
     """whether a config of one layout has it"""
     hint: str
-    """what it does, and what to look at"""
+    """its effect, and where to look"""
 
     @property
     def name(self) -> str:

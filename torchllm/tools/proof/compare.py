@@ -1,20 +1,20 @@
-"""Compare two trainings parameter by parameter: of a layout, and of one process.
+"""Compare two trainings parameter by parameter: one of a layout and one of a single process.
 
-In float32 the errors are those of sums in another order: small, unless a sum cancels, as it may in the gradients of
-queries and keys. So what is over its bound in float32 is tried again in float64 (`prove.py`), where a mistake stays and
-rounding goes: right layouts agree to 1e-11. One process's own error is no measure of theirs: with other micro batches
-it was 9e-7 where that of ring was 1e-2, and a mistake with micro batches would widen the bound that has to find it.
+In float32 the errors come from the order of summation: small, unless a sum cancels, as it may in the gradients of
+queries and keys. So an error over its bound in float32 is checked again in float64 (`prove.py`), where rounding
+vanishes and a mistake stays: right layouts agree to 1e-11. One process's own error cannot be the bound: with other
+micro batches it was 9e-7 where ring's was 1e-2, and a mistake with micro batches would widen its own bound.
 
-The updates are judged apart from the gradients: a weight may be as far from one process's as that one moves it if its
-gradients change by their bound. AdamW with its usual epsilon lets a gradient that is rounding alone decide a weight;
-SGD does not.
+Updates are checked separately from gradients: a weight may differ from one process's by as much as it moves there when
+the gradients change by their bound. With its usual epsilon, AdamW lets a gradient that is only rounding noise decide a
+weight; SGD does not.
 
-In bfloat16 every product is rounded, on one process too: its own error, against float32, is the measure of what a
-layout may add. Single parameters are no measure there: under tp 8, where the ranks' parts of a product are rounded
-before they are summed, the error of some is 1.6 times one process's own, while the largest and the median of all
-parameters are at most 1.25 times theirs.
+In bfloat16 every product is rounded, on one process too: its own error against float32 sets the bound of a layout's
+error. The bound is not per parameter: under tp 8, where the ranks' parts of a product are rounded before they are
+summed, some parameters have 1.6 times one process's own error, while the largest and the median error over all
+parameters are at most 1.25 times one process's.
 
-Python's `max`, `min` and `median` lose a NaN, which compares with nothing: errors go through numpy's, which keep it.
+Python's `max`, `min` and `median` can lose a NaN: errors go through numpy's, which keep it.
 """
 
 import math
@@ -36,11 +36,11 @@ LOSS_ERROR = 1e-6
 WEIGHT_ERROR = 6e-7
 """of weights up to 1, and a share of larger ones: some roundings of float32, which is good to 6e-8 there"""
 RESPONSE_GROWTH = 2.0
-"""how many times one process's own response to other gradients a weight's error may be"""
+"""bound of a weight's error, relative to one process's own response to other gradients"""
 BFLOAT16_GROWTH = 1.4
-"""how many times one process's own bfloat16 error that of a layout may be"""
+"""bound of a layout's bfloat16 error, relative to one process's own"""
 NOISE = 0.5
-"""largest error that a gradient may be allowed: one that is halved, by a mean over two ranks for a sum, has it"""
+"""largest useful bound of a gradient: one that is halved, by a mean over two ranks in place of a sum, has this error"""
 BFLOAT16_LOSS_ERROR = 1e-3
 """relative; where one process's own error is larger, `BFLOAT16_GROWTH` times that"""
 
@@ -66,7 +66,7 @@ class ErrorBounds(NamedTuple):
     """How far a training may be from the one that it is compared with."""
 
     size: Callable[[FloatArray], float]
-    """what of an error, and of a gradient, is compared"""
+    """norm that measures errors and gradients"""
     gradient: float
     """of each parameter's gradient, relative to its size (see `gradient_error`)"""
     median: float
@@ -78,13 +78,13 @@ class ErrorBounds(NamedTuple):
     weights: float
     """of each weight after a step, if it is at most 1, and a share of larger ones"""
     source: str = ""
-    """where the bounds of gradients come from, for a finding"""
+    """origin of the gradients' bounds, shown in findings"""
     has_smallest_scale: bool = False
-    """whether a gradient far smaller than the model's largest one is measured by a share of that (`record.scales`)"""
+    """whether errors of gradients far smaller than the model's largest one are relative to a share of that one"""
     responses: Sequence[State] = ()
-    """per step, how far one process's weights move if its gradients do; weights may differ by more by so much"""
+    """per step, how far one process's weights move if its gradients do; added to the bound of the weights"""
     extra_response: State = MappingProxyType({})
-    """the same of the recipe's extra state after the last step"""
+    """the same for the recipe's extra state after the last step"""
 
 
 FLOAT32 = ErrorBounds(
@@ -98,10 +98,10 @@ FLOAT32 = ErrorBounds(
 
 
 def bfloat16_bounds(own: Trained, exact: Trained) -> ErrorBounds:
-    """Return how far a layout may be from one process in float32, where it computes in bfloat16.
+    """Return how far a layout that computes in bfloat16 may be from one process in float32.
 
-    own: one process in bfloat16, with the layout's micro batches; exact: in float32, whose error does not count. Both
-    in bfloat16 are made to choose the experts of that one (`forced_routing.py`).
+    own: one process in bfloat16, with the layout's micro batches; exact: one process in float32, whose error does not
+    count. The layout and `own` are forced to choose the experts of `exact` (`forced_routing.py`).
     """
     errors = list(gradient_errors(own.gradients[0], exact.gradients[0], root_mean_square).values())
     worst = BFLOAT16_GROWTH * float(np.max(errors))
@@ -133,9 +133,9 @@ def float32_bounds(expected: Trained, nudged: Sequence[Trained]) -> ErrorBounds:
 
 
 def _response(state: State, others: Sequence[State]) -> State:
-    """Return how far each element is from those of `others` at most, and half of all elements besides.
+    """Return `RESPONSE_GROWTH` times (each element's largest difference from `others` + the median of all of these).
 
-    The second is for updates, such as Muon's, in which each element depends on the gradients of all.
+    The median is for updates such as Muon's, where each element depends on the gradients of all.
     """
     response = {}
     for name, values in state.items():
@@ -145,7 +145,7 @@ def _response(state: State, others: Sequence[State]) -> State:
 
 
 def float8_bounds(own: Trained, exact: Trained) -> ErrorBounds:
-    """Return how far a layout may be from one process in float32, where products are in float8; own: with these."""
+    """Return how far a layout with float8 products may be from one process in float32. own: one process with float8."""
     return bfloat16_bounds(own, exact)._replace(loss=FLOAT8_LOSS_ERROR)
 
 
@@ -158,17 +158,17 @@ class Agreement(NamedTuple):
     """How well a training agrees with another one."""
 
     parameter: str
-    """whose gradient has the largest error, in the first step with one that is wrong"""
+    """parameter whose gradient has the largest error, in the first step with a wrong gradient"""
     error: float
     """of that gradient"""
     findings: list[str]
-    """what does not agree, the cause first; empty: the two are the same model"""
+    """disagreements, the cause first; empty: the two are the same model"""
     rounding: float = 0.0
     """error of a gradient in float32, where the two agree in float64 alone"""
     rounded: str = ""
     """as in `Trained`"""
     bound: float = GRADIENT_ERROR
-    """that the errors of gradients have"""
+    """of the errors of gradients"""
     refusal: str = ""
     """why the recipe does not train at all"""
 
@@ -193,7 +193,7 @@ class Agreement(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """The reason without step, tensor and figures: what layouts with the same fault have in common."""
+        """The reason without step, tensor and figures, which is equal for layouts with the same fault."""
         text = re.sub(r", [\w.]+(?=:)| \(and \d+ others\)", "", self.reason)
         return re.sub(r"\b(\d[\d.e+-]*|nan|inf)\b", "#", text)
 
@@ -226,7 +226,7 @@ def compare_trainings(trained: Trained, expected: Trained, bounds: ErrorBounds) 
     first = trained.start + 1
     by_step = dict(enumerate(trained.losses, first)), dict(enumerate(expected.losses, first))
     findings += _differing_numbers("loss", *by_step, bounds.loss)
-    if bounds.gradient <= NOISE:  # else it follows an update by noise
+    if bounds.gradient <= NOISE:  # else it follows a noisy update
         losses = trained.validation_losses, expected.validation_losses
         findings += _differing_numbers("validation loss", *losses, bounds.loss)
     findings += _differing_tokens(trained.tokens_per_expert, expected.tokens_per_expert)
@@ -249,7 +249,7 @@ def _worst(errors: Mapping[str, float], worst: ParameterError = NO_ERROR) -> Par
 
 
 def _differing_step(trained: Trained, expected: Trained, bounds: ErrorBounds) -> list[str]:
-    """Return what is wrong with the first step whose gradients, their norm or weights are, [] if none is."""
+    """Return findings for the first step with wrong gradients, gradient norm or weights; [] if there is none."""
     for index, (gradients, expected_gradients) in enumerate(zip(trained.gradients, expected.gradients, strict=False)):
         number = trained.start + index + 1
         findings = _differing_gradients(f"step {number}", gradients, expected_gradients, bounds)
@@ -268,7 +268,7 @@ def _differing_step(trained: Trained, expected: Trained, bounds: ErrorBounds) ->
 
 
 def _differing_gradients(step: str, gradients: State, expected: State, bounds: ErrorBounds) -> list[str]:
-    """Return what is wrong with the gradients of a step, of several parameters the worst."""
+    """Return the errors in the gradients of a step; of several wrong parameters, only the worst."""
     findings = _missing(step, gradients, expected)
     errors = gradient_errors(gradients, expected, bounds.size, bounds.has_smallest_scale)
     worst = _worst(errors)
@@ -287,10 +287,10 @@ def _differing_gradients(step: str, gradients: State, expected: State, bounds: E
 def _differing_state(
     when: str, state: State, expected: State, rounding: float, response: State, cause: str = ""
 ) -> list[str]:
-    """Return what is wrong with weights or other tensors, of several the worst: as far from their bounds as it gets.
+    """Return the errors in weights or other tensors; of several wrong ones, only the one furthest over its bound.
 
-    An element may differ by `rounding`, by that share of the tensor's largest one, and by its `response` besides.
-    cause: for the end of the finding.
+    An element may differ by `rounding`, times the tensor's largest element if that is over 1, plus its `response`.
+    cause: ends the finding.
     """
     findings = _missing(when, state, expected)
     excess = {}
@@ -317,7 +317,7 @@ def _missing(when: str, tensors: State, expected: State) -> list[str]:
 
 
 def _others(count: int) -> str:
-    """Return how many other parameters are wrong too, for the end of a finding."""
+    """Return the end of a finding: how many other parameters are wrong too."""
     return f" (and {count} others)" if count else ""
 
 
@@ -326,8 +326,8 @@ def gradient_errors(
 ) -> dict[str, float]:
     """Return the error of every expected gradient, as a share of the size of the parameter's expected gradient.
 
-    A bias of the keys shifts every score of a query alike: its gradient is zero in theory and rounding in practice. Its
-    error is a share of the gradient of the keys' matrix, unless a norm follows the keys.
+    A bias of the keys shifts all scores of a query equally: its gradient is zero in theory and rounding in practice.
+    Its error is relative to the gradient of the keys' matrix, unless a norm follows the keys.
     """
     sizes = {name: size(gradient) for name, gradient in expected.items()}
     if has_smallest_scale:
@@ -363,7 +363,7 @@ def _differing_numbers(
 
 
 def _differing_tokens(steps: list[list[list[int]]], expected: list[list[list[int]]]) -> list[str]:
-    """Return a finding for the first step in which an expert had more or fewer tokens. By step, block and expert."""
+    """Return a finding for the first step where an expert's tokens differ in number. By step, block and expert."""
     for step, (tokens, expected_tokens) in enumerate(zip(steps, expected, strict=False), start=1):
         if tokens != expected_tokens:
             return [f"step {step}: tokens per expert differ: {tokens} instead of {expected_tokens}"]

@@ -18,7 +18,7 @@ _BACKWARD = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 class Float64(TorchFunctionMode):
     """While entered, float64 is torch's default type, and a float64 tensor that is to be made float32 stays as it is.
 
-    So `x.float()` in the model of a fork rounds nothing. What it writes into its own float32 tensors is rounded.
+    So `x.float()` in the model of a fork rounds nothing. Values written into its own float32 tensors are rounded.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Float64(TorchFunctionMode):
         torch.set_default_dtype(torch.float32)
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        """Call a function of torch, with float64 for the float32 that is asked for."""
+        """Call a function of torch, with float64 in place of a requested float32."""
         if function is Tensor.float and _is_float64(given[0]):
             function = Tensor.double
         given, named = _widen(given, named) if function is not Tensor.view else (given, named or {})  # the same bits
@@ -53,9 +53,9 @@ def _is_float64(value: object) -> bool:
 
 
 class _Recomputation(TorchDispatchMode):
-    """The same for the operators of a recomputation: torch tells no function mode of calls within a backward pass.
+    """The same for the operators of a recomputation: a function mode does not see calls within a backward pass.
 
-    Those of the backward pass itself, which computes no graph, stay as they are.
+    Operators of the backward pass itself, which builds no graph, stay as they are.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:

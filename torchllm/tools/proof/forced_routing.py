@@ -1,16 +1,16 @@
 """The same experts for the same tokens, in every layout and type.
 
-In bfloat16 what a router gets is rounded, so that a token whose experts are nearly as good as others goes to these in
-another layout. A gradient of an expert then lacks a whole token, and no bound tells that from an error. So the choices
-of one process in float32 are recorded, and the routers that are compared with it are made to choose alike; what they
-compute with their choices is their own.
+In bfloat16 a router's input is rounded, so that a token may get other experts, which score nearly the same, in another
+layout. The gradient of an expert then lacks a whole token, and no bound can tell that from an error. So the choices of
+one process in float32 are recorded, and the routers compared with it are forced to make the same choices; their scores
+are still their own.
 
-One process in bfloat16 has the tokens in the same order, and is made to choose alike by that. In a layout a token is
-found again by what its router gets, among what the routers of that process got: the same rounding of nearly the same
-numbers. FOOTGUN: in float32 two tokens with one id may be nearer to each other than to themselves in bfloat16.
+One process in bfloat16 has the tokens in the same order, so its choices are forced in that order. In a layout a token
+is matched to the nearest recorded router input of that process: the same rounding of nearly the same numbers.
+FOOTGUN: in float32 two tokens with one id may be nearer to each other than to themselves in bfloat16.
 
-In float32 layouts choose for themselves, for what they get differs in the last digits only. But of a few thousand
-choices one may hang on these: a model with such a choice is no measure of layouts, and `gap` tells it.
+In float32 layouts choose for themselves, because their inputs differ only in the last digits. But one of a few thousand
+choices may depend on these digits: layouts cannot be compared on such a model, and `gap` detects it.
 """
 
 import math
@@ -28,13 +28,13 @@ from torchllm.facts.parameters import canonical_name
 from torchllm.models.experts import Router, Routing, group_scores
 
 NEAREST = 0.3
-"""how far a token may be from the recorded one, as a share of its length: correct layouts are below 0.05"""
+"""largest distance of a token from the recorded one, relative to its norm: correct layouts are below 0.05"""
 
 
 class RouterUse(NamedTuple):
     """A router in the training step, or in the evaluation after it.
 
-    They are apart, for between them the step moves the routers' biases: the same input may have other experts.
+    They are separate because the step moves the routers' biases in between: the same input may have other experts.
     """
 
     name: str
@@ -43,7 +43,7 @@ class RouterUse(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What a router has chosen, in one or several forward passes."""
+    """The choices of a router in one or several forward passes."""
 
     inputs: Tensor
     """hidden states of the tokens, (N, D) float32"""
@@ -62,15 +62,15 @@ def routers_of(stages: Sequence[nn.Module]) -> dict[str, Router]:
 
 
 LEAST_GAP = 5e-6
-"""some ten times what differs between layouts in float32: were two experts nearer to each other, a token could go to
-the one in one layout and to the other in another"""
+"""about ten times the difference between layouts in float32: if two experts were closer, a token could go to one of
+them in one layout and to the other in another"""
 
 
 class ChoiceRecord:
     """The choices of the routers of a whole model from now on."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
-        """Record what each router chooses. stages: of one process in float32."""
+        """Record the choices of each router. stages: of one process in float32."""
         self.smallest_gap = math.inf
         """least `gap` of all passes; infinite before the first, and without experts"""
         self._passes: dict[RouterUse, list[Choices]] = {}
@@ -94,11 +94,11 @@ class ChoiceRecord:
 
 @torch.no_grad()
 def gap(router: Router, x: Tensor) -> float:
-    """Return how near a token of x (B, S, D) is to choosing another expert.
+    """Return how close a token of x (B, S, D) is to choosing another expert.
 
-    It is the least difference between what a chosen expert was chosen by and what one that was not has of it, in
-    standard deviations: of the logits, whose order without a bias is that of the scores, or of score + bias. Infinite
-    where all experts are chosen.
+    It is the least difference between the preferences for a chosen expert and for another one, in standard deviations.
+    Preferences are the logits, which without a bias have the order of the scores, or else score + bias. Infinite if all
+    experts are chosen.
     """
     weight = router.local(router.weight)
     preferences = x.to(weight.dtype) @ weight.T
@@ -114,7 +114,7 @@ def gap(router: Router, x: Tensor) -> float:
 def _least_difference(scores: Tensor, count: int) -> float:
     """Return the least difference of a token between the last of the `count` largest scores (..., N) and the next one.
 
-    Infinite where these are all, or all that are not -inf.
+    Infinite if there is no next one, or if it is -inf.
     """
     if count == scores.shape[-1]:
         return math.inf
@@ -123,7 +123,7 @@ def _least_difference(scores: Tensor, count: int) -> float:
 
 
 def force_choices(stages: Sequence[nn.Module], choices: Mapping[RouterUse, Choices], in_order: bool = False) -> None:
-    """Make the routers of a rank's stages choose what `choices` has for the same tokens, from now on.
+    """From now on, make the routers of a rank's stages choose the experts that `choices` has for the same tokens.
 
     in_order: the tokens come in the order of `choices`, as in one process.
     """
@@ -142,12 +142,12 @@ class ForcedChoices:
         self.position: Counter[RouterUse] | None = Counter() if in_order else None
         """number of tokens so far"""
         self.experts: Tensor | None = None
-        """of the forward pass that is under way, (B, S, K)"""
+        """of the current forward pass, (B, S, K)"""
 
     def find(self, router: nn.Module, inputs: tuple[Tensor]) -> None:
         """Find the recorded choices for the tokens of a forward pass: a forward pre-hook.
 
-        Raises UserError if a token is none of those that are recorded.
+        Raises UserError if a token was not recorded.
         """
         use = RouterUse(self.name, torch.is_grad_enabled())
         choices = self.choices[use]
@@ -165,7 +165,7 @@ class ForcedChoices:
         self.experts = choices.experts[index].view(*x.shape[:-1], -1)
 
     def preferences(self, scores: Tensor) -> Tensor:
-        """Return by what experts are chosen, in place of the scores (..., E): see `Router.preferences`."""
+        """Return preferences for the recorded experts, in place of the scores (..., E): see `Router.preferences`."""
         assert self.experts is not None
         top_k = self.experts.shape[-1]
         ranks = torch.arange(top_k, 0, -1, device=scores.device, dtype=scores.dtype)

@@ -44,14 +44,14 @@ class ParameterFinding(NamedTuple):
 
 
 class WholeTensors(NamedTuple):
-    """Tensors by canonical parameter name, and what is wrong with them."""
+    """Tensors by canonical parameter name, and the errors in them."""
 
     tensors: dict[str, FloatArray]
     findings: list[ParameterFinding]
 
 
 def gather_whole(stages: Sequence[nn.Module], get: Callable[[Tensor], Any]) -> WholeTensors | None:
-    """Return, on rank 0, a tensor of every parameter and buffer of the whole model. get: that of a parameter, or None.
+    """Return, on rank 0, a tensor of every parameter and buffer of the whole model. get: a parameter's tensor, or None.
 
     Call it on all ranks. It is a finding if an element is on no rank, or if ranks that hold the same element differ, as
     it is with the two copies of a tied embedding. A parameter without a tensor on any rank is not there.
@@ -69,7 +69,7 @@ def gather_whole(stages: Sequence[nn.Module], get: Callable[[Tensor], Any]) -> W
 
 
 def gather_state(tensors: Mapping[str, Tensor]) -> WholeTensors | None:
-    """Return, on rank 0, whole tensors of which each rank has some by name, as `gather_whole` does."""
+    """Return, on rank 0, whole tensors by name from the tensors of each rank, as `gather_whole` does."""
     return _put_together_on_first([held_part(name, tensor.detach()) for name, tensor in tensors.items()], [])
 
 

@@ -1,4 +1,4 @@
-"""All layouts of a config that the library accepts, for a number of ranks.
+"""All layouts of a config that the library accepts on a number of ranks.
 
 A *layout* is a dict of the settings that make a difference in it, by dotted key: where `parallel.pp` is 1 there is no
 schedule, where `parallel.cp` is 1 no `cp_method`, so no two are the same one. (But `dp_replicate` alone and `dp_shard`
@@ -37,7 +37,7 @@ PARALLEL: dict[str, tuple[Any, ...]] = {
     "parallel.zero_stage": (3, 2, 1, 0),
     "parallel.ep": (1, 2, 4),
 }
-"""settings of [parallel] that change how a step is computed, beside the degrees"""
+"""settings of [parallel] that change how a step is computed, in addition to the degrees"""
 RECOMPUTE: dict[str, tuple[Any, ...]] = {"recompute.mode": get_args(c.Recompute.__annotations__["mode"])}
 OPTIONS: dict[str, tuple[Any, ...]] = {
     MICRO_BATCH: (24, 12, 8, 6, 4, 3, 2, 1),
@@ -48,13 +48,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "parallel.prefetch": (1, 0, 2),
     "parallel.regather": (False, True),
 }
-"""settings that a layout may have besides, of which each layout that is drawn gets some"""
+"""further settings of a layout; each drawn layout gets some of them"""
 OPTIONS_OF_EXPERTS: dict[str, tuple[Any, ...]] = {"parallel.expert_dispatch": ("exact", "optimistic")}
-"""the same of a model that has experts"""
+"""the same for a model with experts"""
 
 
 def degrees(most_ranks: int) -> dict[str, tuple[Any, ...]]:
-    """Return the degrees that each axis may have on so many ranks."""
+    """Return the degrees that each axis may have on `most_ranks` ranks."""
     return dict.fromkeys(AXES, tuple(range(1, most_ranks + 1)))
 
 
@@ -84,7 +84,7 @@ class LayoutSpace:
     combined: Mapping[str, tuple[Any, ...]]
     """values of the settings that are all combined with each other, the degrees first"""
     options: Mapping[str, tuple[Any, ...]]
-    """values of the settings of which a drawn layout gets some"""
+    """values of the further settings; a drawn layout gets some of them"""
     most_ranks: int
 
     @property
@@ -93,7 +93,7 @@ class LayoutSpace:
         return {**self.combined, **self.options}
 
     def sized(self, layout: Settings) -> Config:
-        """Return the base with sizes that a layout can divide: as many blocks as it has stages."""
+        """Return the base with sizes that a layout can divide: at least a block per stage."""
         layers = self.base.model.layers
         if stages_of(layout) > layers:
             layers *= 2

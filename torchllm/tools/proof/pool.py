@@ -1,7 +1,7 @@
 """A pool of live gloo ranks: starting a rank costs seconds, a test on warm ranks about one.
 
 `Pool.run(function, world_size, *arguments)` calls `function(*arguments)` on ranks 0 .. world_size - 1, each inside a
-fresh default process group, and returns what they returned, in order of rank. `function` must be importable (top level
+fresh default process group, and returns their results in order of rank. `function` must be importable (top level
 of a module). A failing function fails only its call; ranks that died or hang are replaced.
 """
 
@@ -31,7 +31,7 @@ _counter = itertools.count()
 
 
 class WorkerFailed(AssertionError):
-    """What went wrong on the first rank that failed by itself."""
+    """The error of the first rank that failed by itself."""
 
 
 class _Worker(NamedTuple):
@@ -134,7 +134,7 @@ class Pool:
     def close(self) -> None:
         """End all processes; a later call would start them again.
 
-        Idle ranks end by themselves: a killed one would leave semaphores behind, of which Python warns.
+        Idle ranks end by themselves: a killed one would leave semaphores behind, and Python would warn about them.
         """
         self.renew(list(self.ranks))
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -50,7 +50,7 @@ from torchllm.tools.proof.shrink import one_process, shrink, write_documents
 
 FLOAT32_STEPS = 3
 SAVED_STEP = 2
-"""after which a run is saved in one layout, to go on in another"""
+"""after which a run is saved in one layout, to be resumed in another"""
 NOT_RESUMED = "train() saves no checkpoint, or resumes none (--checkpoint.resume=none leaves this trial out)"
 ONE_PROCESS, SAVED, RESUMES = "one process", ", saved; ", ", resumed"
 """parts of the names of layouts"""
@@ -59,14 +59,14 @@ BFLOAT16_STEPS = 1
 
 
 SEEDS = 30
-"""that are tried for one with which the choices of experts do not hang on last digits"""
+"""number of seeds tried for one where no choice of experts depends on last digits"""
 
 
 class ProofOptions(NamedTuple):
-    """What is proven."""
+    """Options of a proof."""
 
     ranks: int
-    """a layout has so many at most"""
+    """largest number of ranks of a layout"""
     dtype: str
     """float32 or bfloat16"""
     layouts: int | None
@@ -78,20 +78,20 @@ class ProofOptions(NamedTuple):
 
 
 class ProvenLayout(NamedTuple):
-    """What came of one layout."""
+    """The result of one layout."""
 
     layout: Settings
     config: Config
     agreement: Agreement
     seconds: float
     technique: Technique | None
-    """that the layout has alone"""
+    """the only technique of the layout, if it was chosen for that"""
     saved: Settings | None = None
     """the layout of the run that this one resumes"""
 
     @property
     def verdict(self) -> Verdict:
-        """What came of the comparison with one process."""
+        """The result of the comparison with one process."""
         return self.agreement.verdict
 
     @property
@@ -126,7 +126,7 @@ PLAIN: Settings = {
     "recompute.k": 0,
     "training.loss_chunk": 0,
 }
-"""values that a technique alone has, and that need not be printed"""
+"""values of the other settings where a technique is alone; they need not be printed"""
 
 
 def name_of(layout: Settings) -> str:
@@ -138,10 +138,10 @@ def name_of(layout: Settings) -> str:
 def prove(
     recipe: Path, config: Config, options: ProofOptions, pool: Pool, kept: Collection[str] = ()
 ) -> Iterator[ProvenLayout]:
-    """Train small copies of a config with a recipe, and yield what came of each layout as soon as it is known.
+    """Train small copies of a config with a recipe, and yield the result of each layout as soon as it is known.
 
-    kept: dotted keys of the config that stay as they are. UserError if the recipe fails in one process, or there is no
-    layout of the name that is asked for.
+    kept: dotted keys of the config that stay as they are. UserError if the recipe fails in one process, or no
+    layout has the requested name.
     """
     with tempfile.TemporaryDirectory(prefix="torchllm-prove-") as folder:
         prover = Prover(recipe, config, options, Path(folder), pool, kept)
@@ -163,7 +163,7 @@ class Prover:
         pool: Pool,
         kept: Collection[str] = (),
     ) -> None:
-        """Shrink the config. folder: an empty one, for the documents and the run."""
+        """Shrink the config. folder: empty; it gets the documents and the run."""
         write_documents(folder, options.seed)
         self.recipe, self.pool, self.seed, self.folder, self.kept = recipe, pool, options.seed, folder, kept
         self.is_bfloat16 = options.dtype == "bfloat16"
@@ -174,7 +174,7 @@ class Prover:
         self.base = with_settings(shrink(config, options.ranks, self.steps, folder, kept), fixed)
         batch = self.base.training.global_batch_size
         sizes = tuple(size for size in range(batch, 0, -1) if batch % size == 0)
-        # In bfloat16 the choices are forced, for tokens that a step which must be repeated may not have.
+        # In bfloat16 choices are forced for recorded tokens; a step that must be repeated may not have these.
         of_experts = OPTIONS_OF_EXPERTS if config.model.experts and not self.is_bfloat16 else {}
         options_of_layouts = {**OPTIONS, **of_experts, MICRO_BATCH: sizes}
         drawn_options = {key: values for key, values in options_of_layouts.items() if key not in kept}
@@ -189,9 +189,9 @@ class Prover:
         self.trained_alone: dict[tuple[Config, float, bool], Trained] = {}
 
     def prove_all(self, draws: bool) -> Iterator[ProvenLayout]:
-        """Yield what comes of the techniques alone, of a run that is resumed, and if `draws` of drawn layouts.
+        """Yield the results of the techniques alone, of a resumed run, and if `draws` of drawn layouts.
 
-        Of the techniques those of one process come first: if it does not agree with itself, nothing else is tried.
+        Techniques of one process come first: if it does not agree with itself, nothing else is tried.
         """
         agrees_with_itself, none_wrong = True, True
         for technique in TECHNIQUES:
@@ -206,7 +206,7 @@ class Prover:
             yield result
         if not agrees_with_itself:
             return
-        # Of a layout that may be wrong by itself resuming says nothing.
+        # A resumed run tells nothing about a layout that may be wrong by itself.
         if none_wrong and not self.why_not_resumed:
             yield self.prove_resumed()
         if draws:
@@ -248,7 +248,7 @@ class Prover:
         return None
 
     def layout_named(self, name: str) -> Settings:
-        """Return the layout that `name_of` calls so, such as "pp=2 recompute.mode=full". UserError if there is none."""
+        """Return the layout with this `name_of`, such as "pp=2 recompute.mode=full". UserError if there is none."""
         key_of = {short_name(key): key for key in self.space.settings}
         settings: Settings = {}
         for word in name.removeprefix(ONE_PROCESS).split():
@@ -310,7 +310,7 @@ class Prover:
         return layout
 
     def agreement(self, config: Config, saving: Config | None = None) -> Agreement:
-        """Return how well a layout agrees with one process: in float64, if it does in that and not in float32.
+        """Return how well a layout agrees with one process: in float64, if it agrees there and not in float32.
 
         saving: the layout of a run that is resumed.
         """
@@ -328,7 +328,7 @@ class Prover:
         return found if exact.findings else exact._replace(rounding=found.error)
 
     def agreement_in(self, config: Config, saving: Config | None, in_float64: bool) -> Agreement:
-        """Return how well a layout agrees with one process in a type."""
+        """Return how well a layout agrees with one process, computed in one dtype."""
         alone = one_process(config)
         expected = self.expected(alone, in_float64)
         recording = Recording(self.steps, weights=expected.weights, in_float64=in_float64)
@@ -359,7 +359,7 @@ class Prover:
         return compare_trainings(trained, expected, float32_bounds(expected, nudged))
 
     def decided(self, config: Config) -> Config:
-        """Return the config with the next seed with which no token of one process is about to choose another expert.
+        """Return the config with the next seed where no token of one process is about to choose another expert.
 
         In bfloat16 choices are forced, and any seed will do. UserError if there is none.
         """
@@ -375,7 +375,7 @@ class Prover:
         )
 
     def expected(self, config: Config, in_float64: bool = False) -> Trained:
-        """Return what one process computes in float32, or in float64. UserError if it is not seen to compute."""
+        """Return the results of one process in float32, or in float64. UserError if no gradients are seen."""
         config = with_settings(config, {"training.dtype": "float32", "float8.recipe": "none"})
         trained = self.train_alone(config, Recording(self.steps, in_float64=in_float64))
         if not any(trained.gradients):
@@ -388,7 +388,7 @@ class Prover:
         return float8_bounds(own, expected) if config.float8.is_on else bfloat16_bounds(own, expected)
 
     def own(self, config: Config, expected: Trained) -> Trained:
-        """Return what one process computes in bfloat16, with the experts of `expected`."""
+        """Return the results of one process in bfloat16, with the experts of `expected`."""
         alone = one_process(config, config.training.micro_batch_size)
         return self.train_alone(alone, Recording(self.steps, expected.choices))
 
@@ -413,12 +413,12 @@ class Prover:
         """Take the recorded steps on the ranks of a layout. WorkerFailed if that fails."""
         ranks, pickled = config.parallel.ranks, pickle.dumps(config)
         trained: Trained = self.pool.run(train_on_rank, ranks, str(self.recipe), pickled, recording)[0]
-        self.pool.renew(range(ranks))  # for what a training leaves behind in the modules of a fork
+        self.pool.renew(range(ranks))  # a training may leave state behind in the modules of a fork
         return trained
 
 
 def _not_known(found: Agreement, reason: str) -> Agreement:
-    """Return an agreement whose first finding says that it may be by rounding alone."""
+    """Return an agreement whose first finding says that rounding alone may be its cause."""
     first, *others = found.findings
     return found._replace(findings=[f"{first}; if by rounding is not known, for {reason}", *others])
 
@@ -426,7 +426,7 @@ def _not_known(found: Agreement, reason: str) -> Agreement:
 def train_on_rank(recipe: str, pickled_config: bytes, recording: Recording) -> Trained | None:
     """Train a config with a recipe on this rank.
 
-    pickled_config: the class of a fork's config can be found when its recipe has been imported, not before.
+    pickled_config: the class of a fork's config can only be found after its recipe is imported.
     """
     train = import_recipe(Path(recipe)).train
     return record_training(train, pickle.loads(pickled_config), recording)

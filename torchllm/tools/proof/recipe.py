@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Config)
 
 MODULE = "recipe_under_proof"
-"""name under which the file of the recipe is imported, on all ranks alike"""
+"""name under which the file of the recipe is imported, on all ranks"""
 
 
 class ImportedRecipe(NamedTuple):
-    """What a recipe has that can be proven."""
+    """The parts of a recipe that can be proven."""
 
     train: "RecipeTrain"
     schema: type[Any]
-    """Config, or the fork's subclass of it, which has sections of its own"""
+    """Config, or the fork's subclass of it with its own sections"""
 
 
 def import_recipe(file: Path) -> ImportedRecipe:
@@ -46,7 +46,7 @@ def import_recipe(file: Path) -> ImportedRecipe:
 
 
 def import_fork(file: Path) -> ModuleType:
-    """Import a file; modules in its folder can be imported by it. UserError if it is no Python file."""
+    """Import a file; modules in its folder can be imported by it. UserError if it is not a Python file."""
     if not file.is_file():
         raise UserError(f"RECIPE={file}: there is no such file")
     module = sys.modules.get(MODULE)
@@ -92,7 +92,7 @@ def import_parts(model: Model) -> None:
 
 
 def find_parts(model: Model) -> None:
-    """Do what `import_parts` does. UserError if `model.block` or a mixer is not registered then."""
+    """Call `import_parts`. UserError if `model.block` or a mixer is not registered afterwards."""
     import_parts(model)
     block_kind(model)
     for view in model.views:

@@ -1,7 +1,7 @@
-"""Run the `train` of a recipe on every rank of a layout, and record what it computes, without a change to it.
+"""Run the `train` of a recipe on every rank of a layout, and record its results, without a change to it.
 
 `train` gets a monitor that records instead of one that observes, and the optimizer calls back before it updates the
-weights: so the gradients are those that a fork's own loss, model and data have made.
+weights: so the gradients come from a fork's own loss, model and data.
 """
 
 import itertools
@@ -39,16 +39,16 @@ NO_CHOICES: Mapping[RouterUse, Choices] = {}
 
 
 class Recording(NamedTuple):
-    """What is recorded of a training, and what is done to it."""
+    """Options for recording a training, and changes to it."""
 
     steps: int
     """the number of the last step that is recorded"""
     choices: Mapping[RouterUse, Choices] = NO_CHOICES
-    """experts of one process, which the routers are made to take"""
+    """experts of one process, which the routers are forced to choose"""
     weights: Sequence[Mapping[str, FloatArray]] = ()
-    """of one process after each step: the training goes on from them, so that gradients are those of equal weights"""
+    """of one process after each step: the training continues from them, so that gradients are at equal weights"""
     nudge: float = 0.0
-    """what is added to, or taken from, each element of a gradient before the update, as a share of its `scales`"""
+    """added to, or subtracted from, each element of a gradient before the update, as a share of its `scales`"""
     in_float64: bool = False
     """float64 in place of float32"""
     saves: bool = False
@@ -57,7 +57,7 @@ class Recording(NamedTuple):
 
 @dataclass
 class Trained:
-    """What a training has computed; whole tensors, by canonical parameter name."""
+    """The results of a training; whole tensors, by canonical parameter name."""
 
     losses: list[float] = field(default_factory=list)
     """per step, in nats per target token"""
@@ -80,12 +80,12 @@ class Trained:
     smallest_gap: float = math.inf
     """between experts that were chosen and others (`forced_routing.gap`); of one process"""
     findings: list[str] = field(default_factory=list)
-    """what ranks do not agree on: step, parameter and how"""
+    """disagreements between ranks: step, parameter and how"""
     rounded: str = ""
     """file:line where float64 became float32; of a training in float64"""
 
     def since(self, start: int) -> "Trained":
-        """Return what is after step `start`."""
+        """Return the results after step `start`."""
         return replace(
             self,
             losses=self.losses[start:],
@@ -98,7 +98,7 @@ class Trained:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all losses, norms and weights are numbers, and so a measure for others."""
+        """Whether all losses, norms and weights are finite, so that others can be compared with them."""
         numbers = [*self.losses, *self.norms, *self.validation_losses.values()]
         weights = itertools.chain.from_iterable(state.values() for state in self.weights)
         return bool(np.isfinite(numbers).all()) and all(np.isfinite(weight).all() for weight in weights)
@@ -116,7 +116,7 @@ class Recorder:
     """Stands in for the `Monitor` of a recipe: records steps instead of observing them, and ends the training."""
 
     def __init__(self, recording: Recording) -> None:
-        """Record what is asked. Without choices of experts, those of one process are recorded."""
+        """Record as requested. In one process the choices of experts are recorded too."""
         self.recording = recording
         self.observers: list[object] = []
         """a fork's, which are not called"""
@@ -127,7 +127,7 @@ class Recorder:
         """by canonical name; taken while FSDP's weights are sharded"""
         self.max_grad_norm = 0.0
         self.gradients: dict[str, FloatArray] | None = None
-        """of the step that is under way, on rank 0, as the optimizer gets them"""
+        """of the current step, on rank 0, as the optimizer gets them"""
         self.has_gradients = False
         self.optimizer: object = None
         """whose update found the gradients"""
@@ -164,7 +164,7 @@ class Recorder:
             nudge_gradients([parameter for _, parameter in self.parameters], self.recording.nudge)
 
     def note(self, when: str, findings: Sequence[ParameterFinding]) -> None:
-        """Keep what ranks do not agree on."""
+        """Keep disagreements between ranks."""
         for finding in findings:
             self.trained.findings.append(f"{when}, {finding.parameter}: {finding.message}")
 
@@ -247,20 +247,20 @@ def unclipped(gradients: dict[str, FloatArray], norm: float, max_norm: float) ->
 
 
 SMALLEST_SCALE = 1e-3
-"""of the largest gradient of the model: what rounding does to smaller ones is measured by this share of it"""
+"""share of the model's largest gradient: errors of smaller gradients are relative to this share"""
 
 
 def scales(sizes: Mapping[str, float]) -> dict[str, float]:
-    """Return what the errors of the parameters' gradients are shares of. sizes: of the gradients."""
+    """Return the scales that the errors of gradients are relative to. sizes: of the gradients."""
     smallest = SMALLEST_SCALE * max(sizes.values(), default=0.0)
     return {name: max(size, smallest) for name, size in sizes.items()}
 
 
 @torch.no_grad()
 def nudge_gradients(parameters: Sequence[nn.Parameter], nudge: float) -> None:
-    """Change each element of the gradients of one process, but zeros, by a share of their scale, up or down at random.
+    """Change each nonzero element of one process's gradients by a share of its scale, up or down at random.
 
-    Up and down are exchanged with the sign of `nudge`, and are the same ones in each step.
+    The sign of `nudge` swaps up and down; the directions are the same in each step.
     """
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     sizes = {str(index): float(gradient.abs().max()) for index, gradient in enumerate(gradients)}

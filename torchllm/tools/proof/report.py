@@ -1,4 +1,4 @@
-"""Say what a proof has found: a line for each layout, each fault in one sentence, and what to look at."""
+"""Describe the findings of a proof: a line for each layout, each fault in one sentence, and where to look."""
 
 import textwrap
 from collections import Counter
@@ -43,7 +43,7 @@ class ProofReport:
         return f"{line}\n{_paragraph(result.verdict + why, '    ')}"
 
     def summary(self) -> str:
-        """Return the verdicts, the layouts of each fault, what to look at, and what was not tried."""
+        """Return the verdicts, the layouts of each fault, where to look, and the trials that were left out."""
         lines = [self._verdicts()]
         for first, *others in self.by_fault.values():
             if others:
@@ -76,7 +76,7 @@ class ProofReport:
         return f"{what}: {', '.join(words)}"
 
     def _left_out(self) -> list[str]:
-        """Return what the number of ranks, and that of layouts, has kept from being tried."""
+        """Return the trials left out because of the number of ranks, or of layouts."""
         lines = []
         ranks_needed = {}
         for technique in TECHNIQUES:
@@ -106,7 +106,7 @@ def _paragraph(text: str, indent: str = "") -> str:
 
 
 def advice(wrong: list[ProvenLayout]) -> list[str]:
-    """Return what to look at, by the wrong layouts."""
+    """Return where to look, by the wrong layouts."""
     elsewhere = []
     for result in wrong:
         if result.technique is RESUMED or not result.agreement.is_after_gradients:

@@ -1,6 +1,6 @@
-"""Draw layouts of a space: a few in which every pair of settings occurs, one per mesh, or any.
+"""Draw layouts of a space: a few that cover every pair of settings, one per mesh, or any.
 
-Greedy: the next layout is the one with the most pairs of settings never drawn before, for what it costs to train.
+Greedy: the next layout has the most pairs of settings never drawn before, relative to the cost of its training.
 """
 
 import functools
@@ -39,11 +39,11 @@ class SettingPair(NamedTuple):
 class PairNumbers:
     """Numbers every pair of settings, so that numpy can go through all layouts at once.
 
-    Settings are numbers here, not values. 0 is a pair of which one setting has no effect.
+    Settings are numbers here, not values. 0 is a pair with a setting that has no effect.
     """
 
     def __init__(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Number the pairs of settings. Of micro batches it only counts whether they are one or several."""
+        """Number the pairs of settings. Micro batches only count as one or several."""
         counts = np.array([2 if key == MICRO_BATCH else len(of_key) for key, of_key in values.items()])
         self.a, self.b = np.triu_indices(len(counts), k=1)
         self.counts_b = counts[self.b]
@@ -72,8 +72,8 @@ class PairNumbers:
 class LayoutSampler:
     """Draws layouts, and options for them; those first whose pairs of settings have been drawn least often.
 
-    Every value is a setting of its own, with two exceptions: of the micro batches in a step it only counts whether they
-    are one or several; and of the degrees, unless `exact`, whether they are 1, 2 or more.
+    Every value is a separate setting, with two exceptions: the micro batches in a step only count as one or several;
+    and the degrees, unless `exact`, only as 1, 2 or more.
     """
 
     def __init__(self, space: LayoutSpace, layouts: Sequence[Settings], seed: int, exact: bool) -> None:
@@ -125,7 +125,7 @@ class LayoutSampler:
         return possible
 
     def having(self, number: int, among: np.ndarray) -> Iterator[Settings]:
-        """Yield the valid layouts among these with a pair of settings, of which at least one is an option."""
+        """Yield the valid layouts among these with a pair of settings, at least one of them an option."""
         pair = self.pairs.pair(number)
         number_of_option = {}
         for key_index, value_number in ((pair.a, pair.value_a), (pair.b, pair.value_b)):
@@ -202,7 +202,7 @@ class LayoutSampler:
 def covering(
     space: LayoutSpace, layouts: Sequence[Settings], seed: int, done: Sequence[Settings] = ()
 ) -> list[Settings]:
-    """Return a few layouts that, with those of `done`, have every possible pair of settings among them."""
+    """Return a few layouts that, together with `done`, cover every possible pair of settings."""
     sampler = LayoutSampler(space, layouts, seed, exact=False)
     for layout in done:
         sampler.count(layout)

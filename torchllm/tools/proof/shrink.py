@@ -1,6 +1,6 @@
 """Make a config small: narrow and few layers, a small vocabulary, short sequences, a few steps; all features kept.
 
-What makes up the model and the training stays: family, shares of key-value heads, norms of queries and keys, tied
+The features of the model and the training stay: family, shares of key-value heads, norms of queries and keys, tied
 embeddings, experts, kinds of blocks, windows, document masks, optimizer, schedule, compilation, and every section of a
 fork.
 """
@@ -70,9 +70,9 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
 
 
 def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
-    """Return sizes of a small model: of heads the share that keys and values have, of the vocabulary the remainder.
+    """Return sizes of a small model; it keeps the ratio of heads to key-value heads and the vocabulary's remainder.
 
-    float8: a rank's widths must be multiples of what products in float8 need.
+    float8: a rank's widths must be multiples that float8 products need.
     """
     head_width, ffn_multiple = HEAD_WIDTH, FFN_MULTIPLE
     if float8:
@@ -147,7 +147,7 @@ def short_pattern(model: Model) -> tuple[str, ...]:
 
 
 def small_experts(model: Model, layers: int) -> Settings:
-    """Return sizes of a few small experts in a model of so many blocks: a token uses some, or all if it did."""
+    """Return sizes of a few small experts in a model of `layers` blocks: a token uses some, or all if it did."""
     experts = min(model.experts, EXPERTS)
     groups, top_groups = model.router_groups, model.router_top_groups
     if experts < model.experts:

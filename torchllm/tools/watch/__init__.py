@@ -1,6 +1,6 @@
 """Observers of a run beyond its meter: breakdown, slow ranks, trackers, goodput, tasks.
 
-What the recipe itself logs is in metrics.
+The recipe's own logs are in metrics.
 Imports: config, facts, runtime, models, data, parallel, optim, train, metrics, tools/config, tools/planner,
 tools/mesh_axes, tools/continue_texts, tools/launch, tools/prepare.
 """

@@ -1,7 +1,6 @@
 """Two reasons for slow steps: a starved loader, which is measured here, and uneven stages (`stage_times.py`).
 
-Every rank has the same figures. They are asked for at checkpoints. What is done about them is decided elsewhere
-(`torchllm/tools/adapt`).
+Every rank has the same figures. They are read at checkpoints, by `torchllm/tools/adapt`, which decides how to react.
 """
 
 import time
@@ -27,7 +26,7 @@ class DataWait(NamedTuple):
     rank: int
     seconds: float
     elapsed: float
-    """seconds in which it did so, by that rank's clock"""
+    """seconds of the period, by that rank's clock"""
 
     @property
     def share(self) -> float:
@@ -59,7 +58,7 @@ class DataWaitClock:
 
 
 class Bottlenecks(NamedTuple):
-    """What has slowed the run down since its last checkpoint; the same on all ranks."""
+    """The causes of slow steps since the last checkpoint; the same on all ranks."""
 
     data_wait: DataWait | None
     """the longest wait for data, if the loader is starved"""

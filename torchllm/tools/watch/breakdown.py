@@ -1,12 +1,12 @@
 """Where the time of one step went on this rank, from a profile of it. The parts add up to the step.
 
     forward, backward, optimizer    computing, and the host's work between kernels
-    data, evaluate, checkpoint      waiting for a batch, and what else the loop did in the step
+    data, evaluate, checkpoint      waiting for a batch, and other work of the loop in the step
     exposed AXIS                    waiting for ranks of an axis of the mesh, or for their data, with nothing to compute
     bubble                          waiting for a pipeline stage, beyond the time that its messages take
     other                           the rest: norms, clipping, logging, and a GPU that waits for its host
 
-On a CPU a rank computes where its main thread runs operators; a gap longer than `SHORT` in which a collective is under
+On a CPU a rank computes where its main thread runs operators; a gap longer than `SHORT` while a collective is under
 way is a wait for it. On a GPU a rank computes where a kernel other than NCCL's runs.
 
 How long a pipeline's message travels cannot be seen: the profile has the wait for its sender as well. It is taken to be
@@ -104,7 +104,7 @@ def breakdown(
 
 
 def find_phases(host_events: Sequence[ProfiledEvent]) -> Phases:
-    """Return when the program was in each phase; "forward" is what "forward_backward" leaves beside "backward"."""
+    """Return when the program was in each phase; "forward" is "forward_backward" without "backward"."""
     named: dict[str, list[Stretch]] = {PREFIX + name: [] for name in PHASES}
     autograd = []
     for event in host_events:
@@ -147,10 +147,10 @@ def find_collectives(
 def find_received_messages(
     host_events: Sequence[ProfiledEvent], axis_of_group: Mapping[str, str], pipeline_axis: str
 ) -> list[Collective]:
-    """Return the messages that gloo received; nobody waits for those that it sends.
+    """Return the messages that gloo received; no rank waits for its sent ones.
 
-    FOOTGUN: gloo's messages are not in the flight recorder, so their group is unknown. They are the pipeline's, but for
-    those inside a stretch that says whose they are (`phase.messages`). Their numbers are negative: records have others.
+    FOOTGUN: gloo's messages are not in the flight recorder, so their group is unknown. They are the pipeline's, except
+    inside a stretch that names their group (`phase.messages`). Their numbers are negative: records have others.
     """
     owners = [event for event in host_events if event.name.startswith(PREFIX + MESSAGES)]
     receives = [event for event in host_events if event.name == "gloo:recv" and event.asynchronous]
@@ -169,7 +169,7 @@ def find_received_messages(
 def waits_of_cpu(
     host_events: Sequence[ProfiledEvent], collectives: Iterable[Collective], step: Stretch
 ) -> list[Collective]:
-    """Return the gaps between the main thread's operators in which a collective was under way.
+    """Return the gaps between the main thread's operators while a collective was running.
 
     A gap belongs to the collective that ended it: the last one to stop in it.
     """
@@ -234,7 +234,7 @@ def waits_of_gpu(
             continue
         record = records[index]
         axis = axis_of_group.get(record.group, "other")
-        # Only what overlaps the kernel: with all of `busy` this would grow with the square of the step.
+        # Only the part that overlaps the kernel: with all of `busy` the time would be quadratic in the step.
         first = bisect_right(busy, kernel.start, key=lambda stretch: stretch[1])
         last = bisect_left(busy, kernel.end, key=lambda stretch: stretch[0])
         for start, stop in difference([(kernel.start, kernel.end)], busy[first:last]):

@@ -1,7 +1,7 @@
 """Goodput: the share of a run's wall time that trained it, over all its launches, and where the rest went.
 
     start-up     from ./run_train.sh to the first step: processes, imports, model, data, checkpoint
-    compile      what the first step of a launch takes beyond the later ones: compilation, allocation, warm-up
+    compile      extra time of the first step of a launch over the later ones: compilation, allocation, warm-up
     data         waiting for a batch
     checkpoint   saving
     evaluate     evaluation
@@ -12,8 +12,8 @@
 Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
 The file is a list in JSON with a line per launch.
 
-Within a launch a clock is read that nobody sets. Between launches it is the machine's clock; if that was set back, no
-time has passed between them. So a run's time is never less than what it is made of.
+Within a launch a monotonic clock is read. Between launches it is the machine's clock; if that was set back, no time has
+passed between them. So a run's time is never less than the sum of its parts.
 """
 
 import json
@@ -83,7 +83,7 @@ class Goodput(Observer):
             temporary.replace(self.file)
 
     def _now(self) -> float:
-        """Return seconds since 1970, as if nobody had set the clock since this launch began."""
+        """Return seconds since 1970, unaffected by clock changes since this launch began."""
         return self.began + time.monotonic() - self.clock_started
 
     def summary(self) -> str:
@@ -104,7 +104,7 @@ class Goodput(Observer):
         self.write(n)
 
     def end(self) -> None:
-        """See Observer: what came after the last logged step."""
+        """See Observer: account for the time after the last logged step."""
         if self.logged_step is not None:
             self.write(self.logged_step)
 

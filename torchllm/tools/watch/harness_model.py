@@ -15,7 +15,7 @@ from torchllm.tools.watch.text_ranks import Scored, TextRanks
 
 
 class HarnessModel(TemplateLM):
-    """Encodes what the harness asks for, and lets all ranks compute it; for rank 0."""
+    """Encodes the requests of the harness, and lets all ranks compute them; for rank 0."""
 
     def __init__(self, ranks: TextRanks, tokenizer: Tokenizer) -> None:
         super().__init__()

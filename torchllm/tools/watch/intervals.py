@@ -17,12 +17,12 @@ def union(stretches: Iterable[Stretch], bridge: int = 0) -> list[Stretch]:
 
 
 def intersection(first: list[Stretch], second: list[Stretch]) -> list[Stretch]:
-    """Return what is in both."""
+    """Return the parts that are in both."""
     return difference(first, difference(first, second))
 
 
 def difference(first: list[Stretch], second: list[Stretch]) -> list[Stretch]:
-    """Return what is in `first` and not in `second`. Linear: each list is walked once."""
+    """Return the parts of `first` that are not in `second`. Linear: each list is walked once."""
     remaining = []
     passed = 0  # stretches of `second` that end before the current one begins
     for start, end in first:

@@ -10,7 +10,7 @@ FILE = "goodput.json"
 
 @dataclass
 class Launch:
-    """One start of the run. The names of the fields are those of goodput.json."""
+    """One start of the run. The fields are named as in goodput.json."""
 
     started: float
     """seconds since 1970"""
@@ -34,7 +34,7 @@ class Launch:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has trained all of its steps: what comes later is more than was asked for."""
+        """Whether it has trained all of its steps: later launches do more than this one was to do."""
         return 0 < self.last <= self.step
 
     @property

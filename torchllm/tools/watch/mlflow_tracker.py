@@ -15,7 +15,7 @@ from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.watch.trackers import ExperimentTracker, RunFacts
 
 RUN_ID = "torchllm.run_id"
-"""tag by which a resumed run is found"""
+"""tag that identifies a resumed run"""
 LONGEST_PARAMETER = 500
 """characters of a parameter's value that every server of MLflow takes"""
 PARAMETERS_AT_ONCE = 100

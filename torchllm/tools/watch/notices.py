@@ -73,7 +73,7 @@ def describe_peak(run: ObservedRun) -> None:
 
 
 def _warn(run: ObservedRun) -> None:
-    """Log what a user should know about a config before its first step."""
+    """Log notices about a config for the user, before its first step."""
     config, data, start = run.config, run.data, run.start
     if start >= config.training.steps:
         log.info(

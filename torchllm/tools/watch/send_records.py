@@ -52,7 +52,7 @@ class Sender:
         self.tracker: ExperimentTracker | None = None
 
     def send(self, ended: threading.Event) -> None:
-        """Send what was not sent; then what comes, until `ended`."""
+        """Send the unsent records; then new ones, until `ended`."""
         is_done = False
         while not is_done:
             try:
@@ -79,7 +79,7 @@ class Sender:
         self.sent.add(record)
 
     def begin_again(self) -> None:
-        """Begin a new run of the tracker, to which all records are sent."""
+        """Begin a new run of the tracker, which gets all records."""
         if self.tracker is not None:
             self.tracker.close()
         self.tracker = None
@@ -135,7 +135,7 @@ def _wait_for_end(ended: threading.Event) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Send what `arguments` say; see the module's docstring."""
+    """Send records as `arguments` say; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("tracker", choices=("wandb", "mlflow", "trackio"))

@@ -26,7 +26,7 @@ REPORT = np.dtype(
         ("host", "S64"),  # Linux allows 64 bytes
     ]
 )
-"""what a rank reports about its profiled step; all ranks' reports are one array, by rank"""
+"""a rank's report on its profiled step; all ranks' reports are one array, by rank"""
 
 Reports = npt.NDArray[np.void]
 
@@ -37,7 +37,7 @@ class SlowRank(NamedTuple):
     rank: int
     host: str
     part: str
-    """the part of the step in which it loses most"""
+    """the part of the step where it loses most"""
     seconds: float
     """of that part"""
     peer_seconds: float

@@ -19,7 +19,7 @@ class ForwardTimes(NamedTuple):
     seconds: list[float]
     """of a forward of each stage, first to last"""
     noise: float
-    """seconds by which the time of a stage has changed most from the first half of its measurement to the second"""
+    """largest change of a stage's time from the first half of its measurement to the second, in seconds"""
 
 
 class StageClock:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 MAX_COST = 0.01
 """share of the run's time that profiling may take"""
 CONFIRMATIONS = 4
-"""profiled steps in a row in which a rank must be the slowest: one may be chance"""
+"""consecutive profiled steps where a rank must be the slowest: one may be chance"""
 
 
 class ProfiledStep(NamedTuple):
@@ -51,14 +51,14 @@ class ProfiledStep(NamedTuple):
     parts: dict[str, float]
     """seconds by part, the mean over ranks; they add up to the step"""
     slow: SlowRank | None
-    """a rank that was slow in `CONFIRMATIONS` profiled steps in a row, of which this is the last"""
+    """a rank that was slow in `CONFIRMATIONS` consecutive profiled steps, this one the last"""
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
 
     def describe(self, mfu: float | None) -> str:
-        """Return a line with the parts, largest first, and what the largest wait costs. mfu: of this step."""
+        """Return a line with the parts, largest first, and the cost of the largest wait. mfu: of this step."""
         shares = sorted(((seconds / self.seconds, name) for name, seconds in self.parts.items()), reverse=True)
         parts = ", ".join(f"{name} {share:.1%}" for share, name in shares if share >= 0.001)
         line = f"step {self.step}, {self.seconds:.3g} s: {parts}"
@@ -85,9 +85,9 @@ class StepProfiler:
         traces: "TraceWriter | None" = None,
         start: int = 0,
     ) -> None:
-        """Profile at most one step in `interval` (0: none) and those of `traces`, which are also written to files.
+        """Profile at most one step in `interval` (0: none), and the steps of `traces`, which are also written to files.
 
-        start: steps that were done before. The first step after it is like no other and is not profiled.
+        start: steps that were done before. The first step after it is unlike the others and is not profiled.
         """
         self.interval = interval
         self.host_group = host_group
@@ -161,8 +161,8 @@ class StepProfiler:
     def _parts(self, events: Sequence[ProfiledEvent], started_ns: int) -> dict[str, float]:
         """Return the breakdown of a profiled step; nothing if it cannot be known.
 
-        What the host did says nothing about a GPU, which works later. Its events are missing where CUPTI, torch's
-        source of them, belongs to another profiler (nsys) or is forbidden, as in some virtual machines.
+        The host's events tell nothing about a GPU, which works later. The GPU's are missing if CUPTI, torch's source of
+        them, is in use by another profiler (nsys) or is forbidden, as in some virtual machines.
         """
         if ProfilerActivity.CUDA in self.activities and not any(event.kernel for event in events):
             if not self.has_told_of_missing_events:
@@ -178,7 +178,7 @@ class StepProfiler:
         return self.traces is not None and n in self.traces.steps
 
     def _exchange(self, n: int, report: Reports) -> None:
-        """Report to rank 0 about step `n`, and set `latest` and `next` to what it concludes."""
+        """Report to rank 0 about step `n`, and set `latest` and `next` to its conclusion."""
         began = time.perf_counter()
         reports = gather_records(report, self.host_group)
         conclusion: list[Any] = [None, 0]
@@ -191,7 +191,7 @@ class StepProfiler:
         self.exchange_seconds = time.perf_counter() - began
 
     def _conclude(self, n: int, reports: Reports) -> ProfiledStep | None:
-        """Return what follows from the reports of all ranks about step `n`; None if no rank knows its parts."""
+        """Return the conclusion from the reports of all ranks on step `n`; None if no rank knows its parts."""
         are_known = ranks_with_parts(reports)
         slow = self._confirm(find_slow_rank(reports) if are_known.all() else None)
         parts = mean_parts(reports[are_known])
@@ -208,8 +208,8 @@ class StepProfiler:
         return slow if self.suspicions == CONFIRMATIONS else None
 
     def _schedule(self, n: int, reports: Reports) -> int:
-        """Return the step to profile after `n`: the next while a slow rank is not confirmed, else by what it costs."""
-        # The rank that reported last waited for no other: its time is that of the exchange.
+        """Return the step to profile after `n`: the next while a suspect is unconfirmed, else by profiling's cost."""
+        # The rank that reported last waited for no other: its time is the time of the exchange.
         self.cost += reports["cost"].max() + reports["exchange"].min()
         if 0 < self.suspicions < CONFIRMATIONS:
             return n + 1

@@ -1,6 +1,6 @@
 """Evaluates tasks of lm-evaluation-harness while a run trains, on its ranks (`evaluate.tasks_interval`).
 
-The harness builds requests and scores them on rank 0, while the others wait for what there is to compute.
+The harness builds requests and scores them on rank 0, while the other ranks wait for work.
 """
 
 import io
@@ -60,7 +60,7 @@ class TaskEvaluations(Observer):
                 log.warning("evaluate.tasks: step %d is given up, to save in time", n)
 
     def _evaluate(self, n: int) -> None:
-        """Evaluate the weights of step `n`, and write the results on rank 0. What fails there alone ends nothing."""
+        """Evaluate step `n`, and write the results on rank 0. A failure on rank 0 alone does not end the run."""
         run, tasks = self.run, self.tasks
         if tasks is None:
             self.ranks.serve()

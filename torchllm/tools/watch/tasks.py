@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness: run them, and write their results. Extra: lm-eval.
 
 RUN_FOLDER/evaluations/step-00000100.json               values per task, versions
-RUN_FOLDER/evaluations/step-00000100.documents.jsonl    per document what was scored: log-likelihoods, or texts
+RUN_FOLDER/evaluations/step-00000100.documents.jsonl    the scored answers per document: log-likelihoods, or texts
 RUN_FOLDER/tensorboard/tasks/                           values as curves, at the step of the checkpoint
 """
 
@@ -19,7 +19,7 @@ from torchllm.tools.watch.text_ranks import TextRanks
 EVALUATIONS = "evaluations"
 """folder in the run folder"""
 FEWSHOT_SEED = 1234
-"""that of the harness's command"""
+"""default of the harness's command"""
 GOLD = "gold_bits_per_byte"
 """a metric of ours, of tasks whose answers are scored"""
 DRAWS = 1000
@@ -39,7 +39,7 @@ class TaskValue(NamedTuple):
 
 
 def task_names(tasks: Sequence[str]) -> list[str]:
-    """Return what the harness knows as tasks: names as they are, and of a folder its YAML files.
+    """Return the tasks in the form that the harness knows: names unchanged, and for a folder its YAML files.
 
     Raises UserError for a folder without one.
     """
@@ -94,7 +94,7 @@ class Tasks:
             raise UserError(f"evaluate.tasks: {reason}, as {', '.join(named)} needs: leave it out")
 
     def evaluate(self, ranks: TextRanks, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return what the harness's `evaluate` gives for the model that the ranks hold. Call it inside of `ranks.lead`.
+        """Return the result of the harness's `evaluate` for the ranks' model. Call it inside of `ranks.lead`.
 
         Few-shot examples are the same each time. UserError: see `check_model`.
         """
@@ -180,7 +180,7 @@ def write_task_results(run_folder: Path, step: int, results: Mapping[str, Any]) 
 
 
 def _documents(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield per document of each task what was scored."""
+    """Yield the scored answers per document of each task."""
     for task, samples in results.get("samples", {}).items():
         for sample in samples:
             yield {"task": task, "document": sample["doc_id"], "scored": sample["filtered_resps"]}
@@ -196,7 +196,7 @@ def _replace(path: Path, text: str) -> None:
 def write_points(run_folder: Path, step: int, results: Mapping[str, Any]) -> None:
     """Write the values of a step's checkpoint as points for TensorBoard, under the names that a run gives them.
 
-    In a folder of their own: TensorBoard follows only the newest file of a folder.
+    In a separate folder: TensorBoard follows only the newest file of a folder.
     """
     from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 

@@ -2,8 +2,8 @@
 
 Sharded: the texts of a forward pass over the data ranks, and each text over cp; the model as in training.
 
-Sent, besides the messages of forward passes: what rank 0 asks for, a Python object; and two numbers per text, the sums
-over all ranks.
+Sent, besides the messages of forward passes: rank 0's requests as Python objects, and two numbers per text, summed over
+all ranks.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -56,7 +56,7 @@ class TextRanks:
         self.stages, self.config, self.device, self.mesh, self.group = stages, config, device, mesh, group
         self.longest, length = config.longest_text, config.training.sequence_length
         self.is_at_work = False
-        """the ranks compute what rank 0 has asked for"""
+        """the ranks compute a request of rank 0"""
         self.loss_sum: Callable[[Batch], Tensor] = OneStage(stages, config.parallel).loss_sum
         self.pieces, self.tp, self.data_rank, self.data_size = WHOLE_SEQUENCE, 1, 0, 1
         reach = torch.ones((), dtype=torch.int64, device=device)
@@ -92,9 +92,9 @@ class TextRanks:
 
     @contextmanager
     def lead(self) -> Iterator[None]:
-        """Return a context for `ask`, whose end is that of `serve` on the other ranks.
+        """Return a context for `ask`; when it ends, `serve` ends on the other ranks.
 
-        Not if an error has ended what all ranks compute: they wait in it, or have the same error (GivenUp).
+        Not if an error ended a computation of all ranks: they wait in it, or have the same error (GivenUp).
         """
         self.is_at_work = False
         try:
@@ -104,7 +104,7 @@ class TextRanks:
                 self._from_main(None)
 
     def serve(self) -> None:
-        """Take part in what rank 0 asks for, until its `lead` ends."""
+        """Take part in the requests of rank 0, until its `lead` ends."""
         while (request := self._from_main(None)) is not None:
             work, arguments = request
             getattr(self, work)(*arguments)
@@ -116,7 +116,7 @@ class TextRanks:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
-    # -- what all ranks compute
+    # -- computations of all ranks
 
     @torch.no_grad()
     def rate(self, texts: Sequence[list[int]], sizes: Sequence[int], vocab: int) -> list[Scored]:
@@ -175,9 +175,9 @@ class TextRanks:
 
     @contextmanager
     def _scoring(self, vocab: int) -> Iterator[list[Tensor]]:
-        """Return a context in which the head keeps, (n, 2) per call, scores of its n labels in the place of a loss.
+        """Return a context where the head keeps scores of its n labels, (n, 2) per call, in place of a loss.
 
-        Of each: its log-probability; and whether another token is likelier, 0 or 1. No scores without a head.
+        Per label: its log-probability, and whether another token is likelier, 0 or 1. No scores without a head.
         """
         scores: list[Tensor] = []
         head = next((stage.lm_head for stage in self.stages if stage.lm_head is not None), None)
@@ -209,7 +209,7 @@ class TextRanks:
     ) -> list[list[int]]:
         """Return the ids that follow each prompt, of at most `longest` - `settings.tokens` ids.
 
-        As many per data rank; all ranks go on until the texts of all have ended. Raises GivenUp as `rate` does.
+        The same number per data rank; all ranks go on until the texts of all have ended. Raises GivenUp as `rate` does.
         """
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         each = -(-len(order) // self.data_size)

@@ -3,12 +3,12 @@
 A tracker's library may raise, block, or wait for a network. So a helper process of rank 0 (`send_records.py`) calls it,
 which reads metrics.jsonl while the run appends to it: nothing of a tracker is on the path of a step, and no record is
 lost that is in metrics.jsonl. A helper that ends is started again; one that does not finish at the end of the run is
-killed. What was not sent by then is sent when the run resumes, or by
+killed. Records that were not sent by then are sent when the run resumes, or by
 
     python -P -m torchllm.tools.watch.send_records RUN_FOLDER TRACKER
 
-RUN_FOLDER/trackers holds, for each tracker, the records that it was sent (`SentRecords`), which also name its run, so
-that a resumed run continues it, and what its library printed.
+RUN_FOLDER/trackers holds the records sent to each tracker (`SentRecords`), which also name its run, so that a resumed
+run continues it, and the output of its library.
 """
 
 import json
@@ -40,7 +40,7 @@ FOLDER = "trackers"
 """in the run folder"""
 METRICS = "metrics.jsonl"
 END = b"end\n"
-"""what the run writes to a helper's standard input: send what is left, and end"""
+"""written to a helper's standard input: send the remaining records, and end"""
 PATIENCE = 20.0
 """seconds that the end of a run waits for a helper"""
 RESTART_SECONDS = 60.0
@@ -48,7 +48,7 @@ RESTART_SECONDS = 60.0
 
 
 class RunFacts(NamedTuple):
-    """What a tracker is told of a run."""
+    """The facts about a run that a tracker gets."""
 
     project: str
     """project or experiment: the value of the tracker's key in [metrics]"""
@@ -67,17 +67,17 @@ class ExperimentTracker(NamedTuple):
     log: Callable[[int, Mapping[str, float]], None]
     """sends the values of a step, by name"""
     close: Callable[[], None]
-    """sends what was not sent yet, and ends the run"""
+    """sends pending values, and ends the run"""
 
 
 def record_key(record: Mapping[str, Any]) -> tuple[int, bool | str]:
-    """Return what tells the records of a run apart: the step, and "tasks", or whether it is its loss or its profile."""
+    """Return the key of a record within its run: the step, and "tasks", or whether it has a loss (else a profile)."""
     of_tasks = any(key.startswith("tasks/") for key in record)
     return record["step"], "tasks" if of_tasks else "loss" in record
 
 
 class SentRecords:
-    """The records that a tracker's run was sent, in a file to which each is appended; and the name of that run.
+    """The records sent to a tracker's run, in a file that each is appended to; and the name of that run.
 
     A line is `["run", ID]`, after which a new run of the tracker begins, or `[*record_key(record), loss]`.
     """
@@ -114,7 +114,7 @@ class SentRecords:
 
 
 def complete_lines(path: Path) -> Iterator[Any]:
-    """Yield the JSON values of a file's lines; none if there is no file. What a killed writer left is passed over."""
+    """Yield the JSON values of a file's lines; none if there is no file. Lines cut short by a kill are skipped."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -131,7 +131,7 @@ def count_unsent(run_folder: Path, tracker: str) -> int:
 
 
 def environment_facts(config: Config, device: str) -> dict[str, Any]:
-    """Return what a tracker is told of the machine. device: "cpu", or the name of the GPU."""
+    """Return the facts about the machine that a tracker gets. device: "cpu", or the name of the GPU."""
     return {
         "torchllm": __version__,
         "torch": metadata.version("torch"),
@@ -182,13 +182,13 @@ class TrackerHelper(Observer):
         command = [sys.executable, "-P", "-m", "torchllm.tools.watch.send_records", str(self.run_folder), self.tracker]
         command += [f"--follow={os.getpid()}", f"--environment={json.dumps(self.environment)}"]
         with self.output.open("ab") as output:
-            # In a session of its own: the terminal's Ctrl-C is for the run, which tells the helper to end.
+            # In a separate session: the terminal's Ctrl-C is for the run, which tells the helper to end.
             self.helper = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
             )
 
     def end(self) -> None:
-        """See Observer: wait until all is sent, `patience` seconds at most, and say what is not."""
+        """See Observer: wait until all is sent, `patience` seconds at most, and log the number that is not."""
         if self.helper is not None:
             with Tolerance(f"metrics.{self.tracker}").attempt():
                 self._end(self.helper)
@@ -204,7 +204,7 @@ class TrackerHelper(Observer):
             text = "metrics.%s: its process has not ended %g s after the steps, and is killed; see %s"
             log.warning(text, self.tracker, self.patience, self.output)
         with suppress(ProcessLookupError):
-            os.killpg(helper.pid, signal.SIGKILL)  # and what the tracker's library has started
+            os.killpg(helper.pid, signal.SIGKILL)  # and the processes that the tracker's library has started
         helper.wait()
         self.helper = None
         if unsent := count_unsent(self.run_folder, self.tracker):

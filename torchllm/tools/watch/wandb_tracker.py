@@ -60,7 +60,7 @@ def why_out_of_reach(url: str) -> str:
         return ""  # an answer
     except URLError as error:
         if isinstance(error.reason, ssl.SSLError):
-            return ""  # wandb has certificates of its own
+            return ""  # wandb has its own certificates
         return f"{url} is out of reach ({error.reason})"
     except OSError as error:
         return f"{url} is out of reach ({error})"

@@ -26,7 +26,7 @@ EXPERT_TENSORS = (
 
 
 def bias_of_router(key: str) -> TensorRule:
-    """Return the tensor of the biases by which experts are chosen, by its key within the feed-forward layer."""
+    """Return the tensor of the biases that choose experts, by its key within the feed-forward layer."""
     return TensorRule(MLP + key, ("layers.{}.mlp.routed.router.bias",), is_float32=True)
 
 

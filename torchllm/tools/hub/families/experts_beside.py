@@ -1,4 +1,4 @@
-"""Experts beside a dense layer: fields and tensors of Gemma 4 26B-A4B."""
+"""Experts next to a dense layer: fields and tensors of Gemma 4 26B-A4B."""
 
 from torchllm.tools.hub.families.family import ConfigField
 from torchllm.tools.hub.families.family import TensorRule as Rule
@@ -23,7 +23,7 @@ BESIDE_TENSORS = (
     beside("experts.gate_up_proj", "routed.experts.gate_proj", "routed.experts.up_proj"),
     beside("experts.down_proj", "routed.experts.down_proj"),
 )
-"""of experts beside a dense layer"""
+"""of experts next to a dense layer"""
 BESIDE_FIELDS = (
     ConfigField("enable_moe_block", "dense_beside", False),
     ConfigField("num_experts", "experts", None, needs="dense_beside"),

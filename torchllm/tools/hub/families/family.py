@@ -80,7 +80,7 @@ class RequiredField(NamedTuple):
     values: tuple[Any, ...]
     """allowed; the first is written at an export"""
     feature: str
-    """the feature that another value would ask for, for the error: "biases of the attention's matrices" """
+    """the feature that another value would need, as the error names it: "biases of the attention's matrices" """
     default: Any = None
     """value if a file lacks it; None: the first of `values`"""
 
@@ -199,7 +199,7 @@ class HubFamily:
     """of files with stacked experts: transformers 5 can save its modules as they are. They are read and never written,
     because transformers 4 and others do not know them"""
     module_key: str = field(default=STACKED_EXPERTS, kw_only=True)
-    """end of the keys by which such files are known"""
+    """end of the keys that identify such files"""
     prefix: str = "model."
     """prefix of the file's keys, except the head's; some published files lack it"""
     ignored_tensors: str = r"(?!)"
@@ -264,8 +264,8 @@ class HubFamily:
     heads_divide_hidden: bool = False
     """transformers refuses models whose heads do not divide their width, though it could run them"""
     tokenizer_pattern: str = ""
-    """regular expression by which AutoTokenizer of transformers 5 cuts the texts of all models of this family, whatever
-    their tokenizer.json says; empty: it follows tokenizer.json"""
+    """regular expression that AutoTokenizer of transformers 5 uses to split texts for all models of this family,
+    whatever their tokenizer.json says; empty: it follows tokenizer.json"""
     computes_ffn: bool = False
     """a missing width of the feed-forward layer is four times the model's (GPT-2)"""
 
@@ -299,7 +299,7 @@ class HubFamily:
         return self.has_prediction_blocks and block is not None and (block[1] is not None or int(block[2]) >= layers)
 
     def with_table_of(self, keys: Iterable[str]) -> "HubFamily":
-        """Return the family with the table that the keys of a file follow: that of transformers' modules, or not."""
+        """Return the family with the table that the keys of a file follow: `stacked_tensors` or `tensors`."""
         if any(key.endswith(self.module_key) for key in keys) and self.stacked_tensors:
             return replace(self, tensors=self.stacked_tensors)
         return self

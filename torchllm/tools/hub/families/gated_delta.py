@@ -8,7 +8,7 @@ from torchllm.facts.parts.gated_delta import delta_sizes
 from torchllm.tools.hub.families.family import FULL, LINEAR, ConfigField, FieldError, TensorRule
 
 MIXER = "layers.{}.self_attn."
-"""of the parameters here; those of Gated DeltaNet share names with attention's"""
+"""of the parameters here; Gated DeltaNet's share names with attention's"""
 
 
 # Functions with names: a table is sent to the other ranks, and a lambda cannot be pickled.
@@ -48,7 +48,7 @@ SINGLE_TENSORS = (
     *(delta_tensor(f"{name}_proj.weight", f"{name}_proj.weight") for name in "qkvabgo"),
     delta_tensor("o_norm.weight", "o_norm.weight"),
 )
-"""all but the convolutions, of files in which each parameter is a tensor"""
+"""all but the convolutions, of files where each parameter is a tensor"""
 DELTA_FIELDS = (
     ConfigField("linear_num_key_heads", "delta_key_heads", 16),
     ConfigField("linear_num_value_heads", "delta_value_heads", 32),

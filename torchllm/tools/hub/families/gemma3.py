@@ -34,7 +34,7 @@ FEATURES = {"family": "llama", "norm_position": "both", "norm_offset": True, "ac
 
 
 def one_of_six_is_full(fields: Mapping[str, Any], have_rope: Sequence[bool]) -> list[str]:
-    """Return layer_types: every sixth block, or what sliding_window_pattern says, has no window."""
+    """Return layer_types: every sixth block, or every `sliding_window_pattern`-th one, has no window."""
     period = fields.get("sliding_window_pattern") or 6
     return [SLIDING if (index + 1) % period else FULL for index in range(len(have_rope))]
 

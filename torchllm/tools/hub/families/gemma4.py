@@ -1,6 +1,6 @@
 """Gemma 4 (Gemma Team 2026), the language models of 31B and 26B-A4B: Gemma 3's form with norms of values, and blocks
 without a window that have wider heads, keys as values, and positions that turn a share of each head. 26B-A4B has
-experts beside the dense layers.
+experts next to the dense layers.
 
 Published files are of models of text and pictures (`text_part.py`). E2B and E4B have embeddings in each block.
 """
@@ -16,11 +16,11 @@ from torchllm.tools.hub.families.llama import DECODER_TENSORS, NO_ATTENTION_BIAS
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
 
 OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-"""fields of per_layer_config, in which transformers 5 writes those of the blocks with full attention"""
+"""fields of per_layer_config, where transformers 5 writes the fields of blocks with full attention"""
 
 
 def of_full_blocks(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with those of full blocks by their names, and the last block full, as transformers has it."""
+    """Return the fields with full blocks' values under separate names, and the last block full, as in transformers."""
     fields = dict(fields)
     tables = fields.pop("per_layer_config", None)
     types = fields.get("layer_types")

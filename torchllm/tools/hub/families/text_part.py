@@ -29,7 +29,7 @@ class TextPart(NamedTuple):
     """whether embedding and head are tied where config.json does not say so; None: as text_config says"""
 
     def fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config.json of the text model alone. Raises FieldError if that of the whole model is wrong."""
+        """Return the config.json of the text model alone. Raises FieldError if the whole model's is wrong."""
         architectures = content.get("architectures")
         if architectures and architectures != [self.architecture]:
             raise FieldError(f"architectures: must be {[self.architecture]}, not {architectures}")

@@ -81,7 +81,7 @@ KEYS_OF_EXPERTS = {
     },
     "parallel": {"ep": "ep"},
 }
-"""those of a mixture of experts; its rows are `torchllm`'s where `etp`, Megatron's name, agrees"""
+"""keys and columns of a mixture of experts; its rows are `torchllm`'s where `etp`, Megatron's name, agrees"""
 SWITCHES = ("qkv_bias", "tied_emb", "seq_parallel", "rmsnorm_kernel", "compile", "compile_loss")
 """columns of 0 and 1"""
 ATTENTION = {"sdpa": "sdpa", "flash": "flash2", "flex": "flex", "eager": "eager"}
@@ -118,7 +118,7 @@ def _resolved_cells(config: Config) -> dict[str, Any]:
     is_pipelined = parallel.pp > 1
     is_compiled = config.compile.block is True
     window: object = model.window or ""
-    # What the columns cannot say makes a row that is not read.
+    # A key without a column that is not at its default makes a row that is not read.
     for key in OPTIONS:
         if key not in COLUMNS and getattr(model, key) != getattr(Model, key):
             window = f"with model.{key}"

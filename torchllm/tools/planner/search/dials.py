@@ -26,7 +26,7 @@ class Dial(NamedTuple):
 
 
 class PricedDial(NamedTuple):
-    """A dial with which a layout fits."""
+    """A dial that makes a layout fit."""
 
     setting: str
     step: float
@@ -55,7 +55,7 @@ def dials(job: Job) -> Iterator[Dial]:
 
 
 def cheapest_dial(job: Job) -> PricedDial | None:
-    """Return the dial with the fastest step of those with each of which alone a layout fits; None: none does."""
+    """Return the dial with the fastest step, of the dials that alone make a layout fit; None if there is none."""
     priced = []
     for dial in dials(job):
         if best := search(dial.job, 1).best:

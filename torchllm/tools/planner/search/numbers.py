@@ -14,7 +14,7 @@ from torchllm.tools.planner.search.search import Ranked, Search
 FEWER = 16
 """numbers of whole nodes, below the given one, that are tried; none is below half of it"""
 NEAR_BATCH = 0.05
-"""share by which another batch size may differ"""
+"""largest relative difference of another batch size"""
 BATCHES = 2
 """other batch sizes that are tried"""
 WORTH_A_LINE = 0.01

@@ -1,4 +1,4 @@
-"""What the user of `plan.py` asks: a model, a cluster, and the keys that are given on the command line. No torch."""
+"""The question of a user of `plan.py`: a model, a cluster, and the keys of the command line. No torch."""
 
 import difflib
 import re
@@ -93,7 +93,7 @@ def read_model(
 ) -> PlannedModel:
     """Read the model that --model names. Raises UserError if it, or a key of the command line, is wrong.
 
-    schema: of the recipe. further_problems: what a fork says of the file's table.
+    schema: of the recipe. further_problems: returns the errors that a fork finds in the file's table.
     """
     restrictions = restrictions or Restrictions()
     file = find_config(name)

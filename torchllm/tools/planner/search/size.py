@@ -22,7 +22,7 @@ from torchllm.tools.planner.search.auto import choose_layouts, planned
 
 TOKENS_PER_PARAMETER = 20
 TIED_BELOW = 1e9
-"""Parameters from which embedding and head are two matrices, as in Llama 3.2 (1 B: tied) and Llama 3.1 (8 B: not)."""
+"""With fewer parameters embedding and head are one matrix, as in Llama 3.2 (1 B: tied) and Llama 3.1 (8 B: not)."""
 WARMUP_STEPS = 2000
 LAST_RATE = 1e-5
 """Warmup and last learning rate of the runs behind the Step Law."""

@@ -79,7 +79,7 @@ def traced_peak(file: Path, gpus: int) -> int | None:
 
 
 def sections(model: PlannedModel, job: Job, layout: Layout) -> Tables:
-    """Return the keys that a layout sets, after those of the command line."""
+    """Return the keys of the command line, then the keys that a layout sets."""
     run = job.config(model.config, layout)
     tables: Tables = {}
     for key in model.restrictions.overrides:

@@ -1,4 +1,4 @@
-"""Tool calls and tools as chat templates read them: objects, with the keys of their own row alone.
+"""Tool calls and tools as chat templates read them: objects, with only the keys of their own row.
 
 OpenAI's API has the arguments of a call as JSON text. A template that writes them by `tojson` (Qwen2.5, Llama 3.1,
 Mistral, Hermes) would quote this text once more, and one that walks through them (Qwen3-Coder, GLM-4.5) needs an
@@ -26,7 +26,7 @@ ChangeText = Callable[[str, str], Any]
 def with_objects(conversation: Conversation, template: ChatTemplate) -> Conversation:
     """Return a conversation with objects in place of the JSON text of arguments (of calls) and parameters (of tools).
 
-    Text stays where the template prints it as it is. Raises RefusedConversation for other text that is no object.
+    Text stays where the template prints it as it is. Raises RefusedConversation for other text that is not an object.
     """
     for change_text in (_change_arguments, _change_parameters):
         probed = change_text(conversation, lambda text, place: PROBE)
@@ -71,7 +71,7 @@ def _change_parameters(conversation: Conversation, change: ChangeText) -> Conver
 
 
 def _change_under(key: str, value: Any, place: str, change: ChangeText) -> Any:
-    """Return a value of JSON in which the texts under `key` are changed. An object under `key` is left as it is."""
+    """Return a value of JSON with the texts under `key` changed. An object under `key` is left as it is."""
     if isinstance(value, list):
         return [_change_under(key, item, f"{place}.{index}", change) for index, item in enumerate(value)]
     if not isinstance(value, dict):

@@ -146,7 +146,7 @@ def _offsets(encoding: tokenizers.Encoding) -> Offsets:
 
 @lru_cache(maxsize=2)
 def load_chat_encoder(tokenizer: str) -> ChatEncoder:
-    """Return the encoder of a tokenizer.json. Raises DataError if data.tokenizer is no such file."""
+    """Return the encoder of a tokenizer.json. Raises DataError if data.tokenizer is not such a file."""
     path = Path(tokenizer)
     if path.suffix != ".json" or not path.is_file():
         raise DataError(

@@ -183,7 +183,7 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template has an error in line {getattr(error, 'lineno', '?')}: {error}"
             ) from error
-        except (RecursionError, MemoryError, SyntaxError) as error:  # the parser's, and those of Python's compiler
+        except (RecursionError, MemoryError, SyntaxError) as error:  # of the parser, and of Python's compiler
             raise DataError("the chat template cannot be compiled: it is nested too deeply") from error
         self._special_tokens = dict(special_tokens)
 

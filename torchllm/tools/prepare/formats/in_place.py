@@ -47,7 +47,7 @@ _SAMPLE = 2**16
 _IDS_PER_LOOK = 2**16
 """ids that are searched at a time for the next document"""
 _FILES_LOOKED_AT, _LOOKED_AT = 16, 2**20
-"""files, and tokens of each, in which the end of a document is looked for"""
+"""files, and tokens of each, that are searched for the end of a document"""
 _VERSION = 3
 """of the description"""
 

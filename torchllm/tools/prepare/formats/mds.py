@@ -87,7 +87,7 @@ def _column_of(path: Path, record: dict[str, Any], name: str) -> _Column:
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the record of each shard in an index.json. Raises WrongFormat if it is none of version 2."""
+    """Return the record of each shard in an index.json. Raises WrongFormat if it is not of version 2."""
     try:
         content = json.loads(path.read_bytes())
         records: list[dict[str, Any]] = content["shards"]

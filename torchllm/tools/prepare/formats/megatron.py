@@ -67,7 +67,7 @@ class _Index(NamedTuple):
 
 
 def _read_header(path: Path) -> _Index:
-    """Return the header of an index. Raises WrongFormat if it is none of version 1 with ids of uint16 or int32."""
+    """Return the header of an index. Raises WrongFormat if it is not of version 1 with ids of uint16 or int32."""
     with path.open("rb") as file:
         content = file.read(_HEADER.size)
     if len(content) < _HEADER.size or content[: len(_MAGIC)] != _MAGIC:

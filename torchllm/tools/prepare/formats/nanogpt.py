@@ -33,7 +33,7 @@ _HEADERS = {
 def _refuse(path: Path, settings: InPlaceSettings, vocab: int) -> None:
     """Raise WrongFormat if a file begins with more than ids, or its ids have twice the bits of data.dtype.
 
-    In the latter case every second id is the upper half of one, and no larger than that of the vocabulary's last id.
+    In the latter case every second id is the upper half of one, at most the upper half of the vocabulary's last id.
     """
     with path.open("rb") as file:
         head = file.read(8)
