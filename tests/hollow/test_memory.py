@@ -69,7 +69,7 @@ def planned(settings: Settings) -> float:
 
 
 def test_the_planner_knows_compiled_blocks_and_losses() -> None:
-    """Torch's allocator has at most 4 % more than planned. Selective modes under tp without sp have up to 8 % less."""
+    """Torch's allocator has at most 4 % more than planned. Selective modes under tp without sp have up to 9 % less."""
     cases = {}
     for name, keys in TENSOR.items():
         for mode in MODES[:2] if name == "regather" else MODES:
@@ -78,5 +78,5 @@ def test_the_planner_knows_compiled_blocks_and_losses() -> None:
     reports = measure_all(arguments, HUGE, PYTORCH_ALLOC_CONF="expandable_segments:True")
     differences = {name: reports[name]["live"] / planned(settings) - 1 for name, settings in cases.items()}
     assert len(differences) == 17
-    assert {name: difference for name, difference in differences.items() if not -0.08 <= difference <= 0.04} == {}
+    assert {name: difference for name, difference in differences.items() if not -0.09 <= difference <= 0.04} == {}
     assert sum(map(abs, differences.values())) / len(differences) <= 0.025

@@ -9,15 +9,19 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
+#include <set>
 
 struct ncclComm {
     std::string id; // the same on all ranks
     int rank, size;
     std::map<int, long> sent, received; // messages by the other rank
     std::mutex mutex;
+    int splits = 0;
 };
 
 static std::string hexadecimal(const ncclUniqueId& id) {
@@ -68,10 +72,33 @@ EXPORTED ncclResult_t ncclCommInitRankScalable(ncclComm_t* communicator, int siz
     return ncclCommInitRank(communicator, size, ids[0], rank);
 }
 
-// Who is in the part is known to the other ranks alone; it is taken for the whole, which counts more bytes.
-EXPORTED ncclResult_t ncclCommSplit(ncclComm_t whole, int, int, ncclComm_t* part, ncclConfig_t*) {
+// The ranks exchange their colors if all are processes of this machine. Else the part is taken for the whole, which counts
+// more bytes.
+EXPORTED ncclResult_t ncclCommSplit(ncclComm_t whole, int color, int key, ncclComm_t* part, ncclConfig_t*) {
     hollow::count("communicator", "ncclCommSplit");
-    *part = new ncclComm{whole->id, whole->rank, whole->size, {}, {}, {}};
+    const char* processes = getenv("LOCAL_WORLD_SIZE");
+    if (!processes || atoi(processes) < whole->size) {
+        *part = new ncclComm{whole->id, whole->rank, whole->size, {}, {}, {}};
+        return ncclSuccess;
+    }
+    std::string split = whole->id + ".split" + std::to_string(whole->splits++);
+    std::string own = std::to_string(color) + " " + std::to_string(key);
+    for (int other = 0; other < whole->size; other++)
+        if (other != whole->rank) hollow::send_message(hollow::message_file(split, whole->rank, other, 0), own);
+    std::set<std::pair<int, int>> members; // key and rank: ordered as NCCL orders the part's ranks
+    for (int other = 0; other < whole->size; other++) {
+        std::string text = own;
+        if (other != whole->rank) text = hollow::receive_message(hollow::message_file(split, other, whole->rank, 0));
+        int its_color, its_key;
+        sscanf(text.c_str(), "%d %d", &its_color, &its_key);
+        if (its_color == color) members.insert({its_key, other});
+    }
+    if (color == NCCL_SPLIT_NOCOLOR) {
+        *part = nullptr;
+        return ncclSuccess;
+    }
+    int position = std::distance(members.begin(), members.find({key, whole->rank}));
+    *part = new ncclComm{split + "." + std::to_string(color), position, (int)members.size(), {}, {}, {}};
     return ncclSuccess;
 }
 
