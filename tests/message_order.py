@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,15 +60,29 @@ Batch = tuple[Message, ...]
 """messages that a rank starts together: one collective, or sends and receives in no order"""
 
 
+class FirstStepIsOver(Exception):
+    """Ends a trace before its second step."""
+
+
 class Recorder(Tracker):
     """Notes each message of a rank, in place of its size."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, steps: int) -> None:
         super().__init__(*args)
+        self.steps = steps
         self.batches: list[Batch] = []
+        self.second: int = 0
+        """index of the first message of the second step"""
         self.last = 0
         """time of the latest send or receive"""
         _recorders.append(self)
+
+    def restart(self) -> None:
+        """Begin the second step."""
+        self.second = len(self.batches)
+        if self.steps == 1:
+            raise FirstStepIsOver
+        super().restart()
 
     def _note_sent(self, name: str, args: Any, out: Any) -> None:
         group = find_group(args)
@@ -99,15 +114,31 @@ def _tensors(argument: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def messages_of_rank(config: Config, rank: int) -> list[Batch]:
-    """Return what a rank of a resolved config sends while it is built and takes two steps, in order."""
+class OfRank(NamedTuple):
+    """Messages of a rank, in order."""
+
+    first: list[Batch]
+    """while it is built and takes a step"""
+    second: list[Batch]
+    """while it takes the second step; none if that was not traced"""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the second step sends the same as the first."""
+        return self.second == self.first[-len(self.second) :]
+
+
+def messages_of_rank(config: Config, steps: int, rank: int) -> OfRank:
+    """Return the messages of a rank of a resolved config in one or two steps."""
     parallel = config.parallel
     micro_batches = gradient_accumulation(config.training, parallel.data_ranks)
-    with trace.fake_ranks(rank, parallel.ranks), patch.object(trace, "Tracker", Recorder):
+    with trace.fake_ranks(rank, parallel.ranks), patch.object(trace, "Tracker", partial(Recorder, steps=steps)):
         mesh = build_mesh(parallel, trace.CPU)
         traceable = trace.traceable(config)
-        trace._trace(traceable, torch.float32, False, mesh, (mesh, parallel), micro_batches, None)
-    return _recorders[-1].batches
+        with suppress(FirstStepIsOver):
+            trace._trace(traceable, torch.float32, False, mesh, (mesh, parallel), micro_batches, None)
+    recorder = _recorders[-1]
+    return OfRank(recorder.batches[: recorder.second], recorder.batches[recorder.second :])
 
 
 @dataclass
@@ -183,10 +214,18 @@ class Checked(NamedTuple):
 
 
 def messages_of(config: Config) -> list[list[Batch]]:
-    """Return the messages of each rank. Each is traced in a process of its own, as `dry_run.examine` does."""
+    """Return the messages of each rank: of one step if the second step of the first and the last rank repeats it.
+
+    Else of two. Each rank is traced in a separate process, as `dry_run.examine` does.
+    """
     context, ranks = multiprocessing.get_context("fork"), range(config.parallel.ranks)
-    by_rank = dict(in_processes(context, partial(messages_of_rank, config), ranks, WORKERS))
-    return [by_rank[rank] for rank in ranks]
+    ends = list(dict.fromkeys((ranks[0], ranks[-1])))
+    of_ends = dict(in_processes(context, partial(messages_of_rank, config, 2), ends, WORKERS))
+    steps = 1 if all(messages.repeats for messages in of_ends.values()) else 2
+    others = ranks[1:-1]
+    of_others = dict(in_processes(context, partial(messages_of_rank, config, steps), others, WORKERS))
+    of_ranks = [of_ends[0], *(of_others[index] for index in range(len(others))), *([of_ends[1]] if ranks[1:] else [])]
+    return [messages.first if steps == 1 else messages.first + messages.second for messages in of_ranks]
 
 
 def check(config: Config) -> Checked:

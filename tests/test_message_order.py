@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.message_order import Batch, Message, Player, check, chosen_layouts, messages_of, resolve
+from tests.message_order import Batch, Message, OfRank, Player, check, chosen_layouts, messages_of, resolve
 
 LARGE = {
     "16 ranks": ("--parallel.pp=2", "--parallel.cp=2", "--parallel.tp=2", "--parallel.dp_shard=2"),
@@ -41,6 +41,14 @@ def test_two_ranks_that_both_send_first_hang_unless_they_also_receive_in_that_ba
     assert Player([[(send(1), receive(1))], [(send(0), receive(0))]]).play() == []
     stuck = Player([[(send(1),), (receive(1),)], [(send(0),), (receive(0),)]]).play()
     assert stuck[0] == "rank 0 waits in its message 0: send of float32[8] with rank 1"
+
+
+def test_a_second_step_repeats_the_first_or_not() -> None:
+    """If it does not, both steps of each rank are traced."""
+    built, *step = (collective(*ranks) for ranks in ((0, 1, 2), (0, 1), (1, 2)))
+    assert OfRank([built, *step], step).repeats
+    assert not OfRank([built, *step], step[::-1]).repeats
+    assert not OfRank([built, *step], []).repeats
 
 
 def test_two_swapped_messages_of_one_rank_are_found() -> None:
