@@ -220,12 +220,15 @@ def messages_of(config: Config) -> list[list[Batch]]:
     """
     context, ranks = multiprocessing.get_context("fork"), range(config.parallel.ranks)
     ends = list(dict.fromkeys((ranks[0], ranks[-1])))
-    of_ends = dict(in_processes(context, partial(messages_of_rank, config, 2), ends, WORKERS))
-    steps = 1 if all(messages.repeats for messages in of_ends.values()) else 2
+    traced = {
+        ends[at]: of_rank for at, of_rank in in_processes(context, partial(messages_of_rank, config, 2), ends, WORKERS)
+    }
+    steps = 1 if all(of_rank.repeats for of_rank in traced.values()) else 2
     others = ranks[1:-1]
-    of_others = dict(in_processes(context, partial(messages_of_rank, config, steps), others, WORKERS))
-    of_ranks = [of_ends[0], *(of_others[index] for index in range(len(others))), *([of_ends[1]] if ranks[1:] else [])]
-    return [messages.first if steps == 1 else messages.first + messages.second for messages in of_ranks]
+    for at, of_rank in in_processes(context, partial(messages_of_rank, config, steps), others, WORKERS):
+        traced[others[at]] = of_rank
+    of_ranks = [traced[rank] for rank in ranks]
+    return [of_rank.first if steps == 1 else of_rank.first + of_rank.second for of_rank in of_ranks]
 
 
 def check(config: Config) -> Checked:
