@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from tests.checkpoint.test_index import publish_again
@@ -59,7 +60,7 @@ def forge(path: Path, rows: list[tuple[int, int, bytes]], count: int | None = No
     return FileRecord(path.stat().st_size, hashlib.sha256(table).hexdigest())
 
 
-SUM = hashlib.sha256(b"content").digest()
+SUM = xxhash.xxh3_128_digest(b"content")
 
 
 FORGED: list[tuple[list[tuple[int, int, bytes]], str]] = [

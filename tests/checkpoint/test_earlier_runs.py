@@ -1,4 +1,4 @@
-"""Runs that commit 8ca45ed wrote go on bit for bit, and files of format 1 are refused by that name.
+"""Runs that commit 8ca45ed wrote, in format 2, go on bit for bit; files of format 1 are refused by that name.
 
 `tests/fixtures/commit_8ca45ed` has two runs of 4 steps on 2 ranks (torch 2.13.0, AVX512): a Llama under FSDP with ZeRO
 stage 1, and a GPT cut into two pipeline stages. Of each it has the resolved config, the metrics of all steps, the
@@ -63,14 +63,33 @@ def test_its_corpus_keeps_its_fingerprint() -> None:
     assert corpus.fingerprint == "5aba634cbe8c3bf6"
 
 
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+def test_damage_is_found_by_the_sums_of_format_2(tmp_path: Path) -> None:
+    corpus, step = tmp_path / "corpus", tmp_path / "step-00000002"
+    shutil.copytree(FIXTURE / "corpus", corpus)
+    shutil.copytree(FIXTURE / "gpt" / "checkpoints" / step.name, step)
+    verify_in_parallel(None, step)
+    flip_bit(step / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: damaged: the sum of bytes 0 to "):
+        verify_in_parallel(None, step)
+    flip_bit(corpus / "00000.train.bin")
+    with pytest.raises(DataError, match=r"00000\.train\.bin is damaged: its bytes 0 to "):
+        Corpus(corpus).verify("train", 0)
+
+
 def test_format_1_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000002"
     folder.mkdir()
     (folder / "manifest.json").write_text('{"format": 1, "step": 2, "files": {".metadata": [1, ""]}}')
-    message = r"no checkpoint in .*manifest\.json: a checkpoint of format 1; this version of torchllm reads format 2$"
+    message = r"no checkpoint in .*manifest\.json: a checkpoint of format 1; this version of torchllm reads 2 and 3$"
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
         newest_verified([folder], partial(verify_in_parallel, None), print)
     (tmp_path / "corpus.json").write_text('{"format": 1, "key": "", "shards": [{"files": {}}]}')
-    message = r"corpus\.json: a corpus of format 1; this version of torchllm reads format 2: prepare the corpus again"
+    message = r"corpus\.json: a corpus of format 1; this version of torchllm reads 2 and 3: prepare the corpus again"
     with pytest.raises(DataError, match=message):
         Corpus(tmp_path)

@@ -225,7 +225,7 @@ def test_copies_read_each_piece_once_and_damage_that_one_finds_reaches_all(tmp_p
     (folder / name).write_bytes(content)
     readers = [rank for rank, (_, read) in enumerate(ranks) if (name, offset) in read]
     for message, _ in workers.run(load_in_small_rounds, 4, "hsdp2x2", str(tmp_path)):
-        assert f"rank {readers[0]}: {folder / name}: damaged: the sha256 of bytes {offset} to " in message
+        assert f"rank {readers[0]}: {folder / name}: damaged: the sum of bytes {offset} to " in message
 
 
 def test_missing_checkpoint_reaches_all(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from torchllm.checkpoint.manifest import FileRecord, Manifest
 from torchllm.checkpoint.tensors import read_index
 from torchllm.config import Source
 from torchllm.config.errors import UserError
-from torchllm.config.files import check_regular, open_regular, read_regular
-from torchllm.data.checked_file import file_sums
+from torchllm.config.files import check_regular, open_regular, read_regular, sha256_of
 from torchllm.data.corpus_header import read_description
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.config.toml_files import read_files
@@ -43,7 +42,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "index.json": read_index_of_checkpoint,
     "template.jinja": lambda path: read_template(Path("tokenizer.json"), str(path)),
     "corpus.json": lambda path: read_description(path.parent),
-    "tokens": file_sums,
+    "tokens": sha256_of,
     "tokenizer.json": lambda path: load_tokenizer(str(path)),
     "train.bin": lambda path: token_files(Source(kind="nanogpt", path=str(path))),
     "text.jsonl": lambda path: source_files(Source(kind="jsonl", path=str(path))),

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from torchllm.config import Source
-from torchllm.data.checked_file import file_sums
 from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
 from torchllm.data.shard import shard_path
-from torchllm.tools.prepare.corpus_writer import ShardFileWriter, ShardTableWriter, SplitRecord, write_header
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter, ShardTableWriter, SplitRecord, file_sums, write_header
 
 TOKENS_PER_SHARD = 256
 _DOCUMENTS_PER_SHARD = 4
@@ -32,7 +31,7 @@ def write_many_shards(folder: Path, shards: int) -> Source:
         writer.finish()
     content, sums = first.read_bytes(), file_sums(first)
     record = SplitRecord(writer.tokens, writer.documents, sums.sha256, sums.blocks)
-    empty = SplitRecord(tokens=0, documents=0, sha256="", sums=[])
+    empty = SplitRecord(tokens=0, documents=0, sha256="", sums="")
     shard_path(folder, 0, "validation").write_bytes(content)
     table = ShardTableWriter()
     table.add({"train": record, "validation": record})

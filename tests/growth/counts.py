@@ -336,8 +336,8 @@ class NamedBytes(io.BytesIO):
 
 def write_shard_table(folder: Path, shards: int) -> None:
     """Write the description of a corpus of `shards` shards, without the shards."""
-    record = SplitRecord(tokens=2**28, documents=2**18, sha256="00" * 32, sums=[0])
-    empty = SplitRecord(tokens=0, documents=0, sha256="", sums=[])
+    record = SplitRecord(tokens=2**28, documents=2**18, sha256="00" * 32, sums="00" * 16)
+    empty = SplitRecord(tokens=0, documents=0, sha256="", sums="")
     table = ShardTableWriter()
     for _ in range(shards):
         table.add({"train": record, "validation": empty})

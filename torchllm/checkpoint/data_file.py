@@ -1,12 +1,14 @@
 """The file of one rank in a checkpoint: its pieces of tensors one after the other, then a table with a sum of each.
 
     piece, piece, ...                   each piece as torch.save serializes it
-    row, row, ...                       per piece: number of its tensor, length in bytes, sha256
+    row, row, ...                       per piece: number of its tensor, length in bytes, XXH3-128
     number of rows                      8 bytes
 
 The manifest has the sha256 of the table (rows and their number), so a reader verifies exactly the pieces that it reads,
 and all sums together cover every byte. Each piece begins at the end of the previous one: a table cannot make them
 overlap or point outside the file. `piece_table.py` reads it. No torch.
+
+XXH3 finds damage, not forgery; it takes a hundredth of the time of SHA-256, the sum of pieces in format 2.
 """
 
 import hashlib
@@ -16,11 +18,12 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+import xxhash
 
 from torchllm.checkpoint.manifest import FileRecord
 
-ROW = np.dtype([("number", "<u8"), ("length", "<u8"), ("sha256", "V32")])
-"""a row of the table: number of the tensor in the index, bytes of the piece, its sha256"""
+ROW = np.dtype([("number", "<u8"), ("length", "<u8"), ("sum", "V16")])
+"""a row of the table: number of the tensor in the index, bytes of the piece, its XXH3-128"""
 COUNT = struct.Struct("<Q")
 """number of rows"""
 SUFFIX = ".distcp"
@@ -36,7 +39,7 @@ class DataFileWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
-        self._digest = hashlib.sha256()
+        self._digest = xxhash.xxh3_128()
         self._length = 0
         self._rows: list[tuple[int, int, bytes]] = []
 
@@ -60,7 +63,7 @@ class DataFileWriter:
     def end_piece(self, number: int) -> None:
         """End the piece of the tensor with this number; numbers must increase."""
         self._rows.append((number, self._length, self._digest.digest()))
-        self._digest = hashlib.sha256()
+        self._digest.reset()
         self._length = 0
 
     def finish(self) -> FileRecord:

@@ -29,8 +29,10 @@ from torchllm.config.errors import UserError
 from torchllm.config.system_errors import describe_system_error
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""version of the format that is written and read"""
+FORMAT = 3
+"""version of the format that is written"""
+READS = (2, FORMAT)
+"""in format 2 the sums of pieces are SHA-256 (`piece_table.py`)"""
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.[0-9a-f]{32}\.tmp")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -151,9 +153,9 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
     damaged = DamagedCheckpoint(f"{path}: damaged: the content has changed")
     try:
         fields = json.loads(content)
-        if fields["format"] != FORMAT:
+        if fields["format"] not in READS:
             raise DamagedCheckpoint(
-                f"{path}: a checkpoint of format {fields['format']!r}; this version of torchllm reads format {FORMAT}"
+                f"{path}: a checkpoint of format {fields['format']!r}; this version of torchllm reads 2 and 3"
             )
         del fields["sha256"]
         files = {name: FileRecord(*record) for name, record in fields.pop("files").items()}

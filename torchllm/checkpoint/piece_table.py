@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from torchllm.checkpoint.data_file import COUNT, ROW
 from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord, check_plain_file
+
+ROW_OF_FORMAT_2 = np.dtype([("number", "<u8"), ("length", "<u8"), ("sum", "V32")])
+"""its sums are SHA-256"""
 
 
 class StoredPiece(NamedTuple):
@@ -20,7 +24,8 @@ class StoredPiece(NamedTuple):
     """in bytes"""
     length: int
     """in bytes"""
-    sha256: bytes
+    sum: bytes
+    """16 bytes of XXH3-128, or 32 of SHA-256"""
 
 
 class PieceTable:
@@ -29,7 +34,7 @@ class PieceTable:
     def __init__(
         self, numbers: NDArray[np.int64], offsets: NDArray[np.int64], lengths: NDArray[np.int64], sums: NDArray[np.void]
     ) -> None:
-        """Take columns with one entry per piece; `numbers` increase. sums: sha256 of the pieces."""
+        """Take columns with one entry per piece; `numbers` increase."""
         self.numbers, self.offsets, self.lengths, self.sums = numbers, offsets, lengths, sums
 
     def __iter__(self) -> Iterator[StoredPiece]:
@@ -55,28 +60,32 @@ def read_piece_table(path: Path, record: FileRecord) -> PieceTable:
         if record.size < COUNT.size:
             raise damaged
         (count,) = COUNT.unpack(read_range(file.fileno(), record.size - COUNT.size, COUNT.size, path))
-        length = count * ROW.itemsize + COUNT.size
-        if length > record.size:
+        for row in (ROW, ROW_OF_FORMAT_2):
+            length = count * row.itemsize + COUNT.size
+            if length > record.size:
+                raise damaged
+            table = read_range(file.fileno(), record.size - length, length, path)
+            if hashlib.sha256(table).hexdigest() == record.sha256:
+                break
+        else:
             raise damaged
-        table = read_range(file.fileno(), record.size - length, length, path)
-    if hashlib.sha256(table).hexdigest() != record.sha256:
-        raise damaged
-    rows = np.frombuffer(table, dtype=ROW, count=count)
+    rows = np.frombuffer(table, dtype=row, count=count)
     numbers, lengths = rows["number"].astype(np.int64), rows["length"].astype(np.int64)
     if (lengths < 0).any() or (numbers < 0).any() or (np.diff(numbers) <= 0).any():
         raise DamagedCheckpoint(f"{path}: not a table of pieces: a negative length, or numbers that do not increase")
     if sum(lengths.tolist()) != record.size - length:
         raise DamagedCheckpoint(f"{path}: not a table of pieces: their lengths do not add up to the file's")
     ends = np.cumsum(lengths)
-    return PieceTable(numbers, ends - lengths, lengths, rows["sha256"])
+    return PieceTable(numbers, ends - lengths, lengths, rows["sum"])
 
 
 def read_piece(descriptor: int, piece: StoredPiece, path: Path) -> bytes:
     """Return the bytes of a piece from an open file, verified. Raises DamagedCheckpoint, naming `path`."""
     content = read_range(descriptor, piece.offset, piece.length, path)
-    if hashlib.sha256(content).digest() != piece.sha256:
+    is_new = len(piece.sum) == xxhash.xxh3_128().digest_size
+    if piece.sum != (xxhash.xxh3_128(content) if is_new else hashlib.sha256(content)).digest():
         raise DamagedCheckpoint(
-            f"{path}: damaged: the sha256 of bytes {piece.offset} to {piece.offset + piece.length} is not the table's"
+            f"{path}: damaged: the sum of bytes {piece.offset} to {piece.offset + piece.length} is not the table's"
         )
     return content
 

@@ -345,7 +345,7 @@ def _to_store(local: Tensor) -> Tensor:
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """Disable torch's CRC32 in the files: it takes longer than writing them, and every piece has a sha256."""
+    """Disable torch's CRC32 in the files: it takes longer than writing them, and every piece has a sum."""
     previous = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

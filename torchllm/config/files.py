@@ -5,6 +5,7 @@ place of a file that was not fetched.
 """
 
 import errno
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -54,6 +55,12 @@ def read_regular(path: Path | str, at_most: int = LARGEST_TEXT) -> bytes:
         if os.fstat(file.fileno()).st_size > at_most:
             raise OSError(errno.EFBIG, f"has over {at_most >> 20} MiB, more than such a file can have", str(path))
         return file.read()  # read(N) would ask for N bytes of memory at once, whatever the file has
+
+
+def sha256_of(path: Path | str) -> str:
+    """Return the sha256 of a file's content in hex. Raises OSError, also if it is no regular file."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _size_of(status: os.stat_result, path: Path | str) -> int:

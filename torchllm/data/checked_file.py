@@ -4,11 +4,10 @@ Files are read by `pread`, not memory-mapped. With a map, a truncated or unreada
 while a failed read is an error that names the file; a map needs a request per page; and before Python 3.13 each map
 keeps a file descriptor. The processes of a node share the page cache either way.
 
-A process checks each MiB of a file against its CRC-32 when it first reads from it; it then reads the whole MiB.
+A process checks each MiB of a file against its checksum when it first reads from it; it then reads the whole MiB.
 Files that were verified earlier (see `verification.py`) are not checked again.
 """
 
-import hashlib
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from torchllm.config.files import open_regular
 from torchllm.data.error import DataError
@@ -24,8 +24,15 @@ from torchllm.data.error import DataError
 BLOCK = 2**20
 """bytes under one checksum; the last block of a file is shorter"""
 
-BlockSums = npt.NDArray[np.uint32]
-"""CRC-32 of each block of a file"""
+BlockSums = npt.NDArray[np.void]
+"""the checksum of each block of a file: 16 bytes of XXH3-128, or 4 of CRC-32 in a corpus of format 2"""
+
+
+def has_sum(block: bytes, checksum: np.void) -> bool:
+    """Return whether a block has its checksum."""
+    if checksum.itemsize == xxhash.xxh3_128().digest_size:
+        return xxhash.xxh3_128_digest(block) == checksum.tobytes()
+    return zlib.crc32(block).to_bytes(4, "little") == checksum.tobytes()
 
 
 class CorpusFile(NamedTuple):
@@ -51,23 +58,6 @@ class FileState(NamedTuple):
     path: Path
     changed_ns: int
     """ctime in nanoseconds since 1970"""
-
-
-class FileSums(NamedTuple):
-    sha256: str
-    blocks: list[int]
-    """CRC-32 of each block"""
-
-
-def file_sums(path: Path) -> FileSums:
-    """Return the checksums of a file, reading it once."""
-    digest = hashlib.sha256()
-    blocks = []
-    with os.fdopen(open_regular(path), "rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            blocks.append(zlib.crc32(block))
-    return FileSums(digest.hexdigest(), blocks)
 
 
 class DamagedFile(DataError):
@@ -152,7 +142,7 @@ class CheckedFile:
         """Check the blocks with the bytes start <= i < stop that this process has not checked yet."""
         for number in blocks_of(range(start, stop)):
             if not checksums.is_checked[number]:
-                if zlib.crc32(self.read_block(number)) != checksums.sums[number]:
+                if not has_sum(self.read_block(number), checksums.sums[number]):
                     raise damaged_blocks(self.file, [number])
                 checksums.is_checked[number] = True
 

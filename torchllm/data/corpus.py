@@ -11,7 +11,6 @@ Opening a corpus reads only the description. The file of a shard is opened when 
 keeps a few files open, whatever the number of shards, sources and epochs. All reads are checked (`checked_file.py`).
 """
 
-import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from torchllm.data.checked_file import (
     FileState,
     blocks_of,
     damaged_blocks,
+    has_sum,
     look_at,
 )
 from torchllm.data.corpus_header import check_fingerprint, first_blocks, read_description, read_sums, read_url
@@ -305,7 +305,7 @@ class Corpus(ShardStream):
         damaged = []
         for block, checksum in enumerate(sums):
             content = file.read_block(block)
-            if zlib.crc32(content) != checksum:
+            if not has_sum(content, checksum):
                 damaged.append(block)
             pace(len(content))
         if damaged:
@@ -365,10 +365,10 @@ class Corpus(ShardStream):
         return Checksums(sums, is_checked)
 
     def block_sums(self, split: Split, number: int) -> BlockSums:
-        """Return the CRC-32 (zlib) of each MiB of the file of one split of a shard."""
+        """Return the sum of each MiB of the file of one split of a shard."""
         file = self._file_number(split, number)
         first, end = self._first_blocks[file : file + 2]
-        return read_sums(self.folder, int(first), int(end))
+        return read_sums(self.folder, self.header, int(first), int(end))
 
     @cached_property
     def _first_blocks(self) -> npt.NDArray[np.int64]:

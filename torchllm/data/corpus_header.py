@@ -6,13 +6,13 @@ made, totals, the number N of shards, its fingerprint, and the sha256 of the oth
     shards.bin   2 x N x int64       tokens: N numbers of the train split, then N of the validation split
                  2 x N x int64       documents, likewise
                  2 x N x 32 bytes    sha256 of the files, likewise; zeros where a split of a shard is empty
-    sums.bin     uint32 per MiB      CRC-32 of each MiB of the files: shard 0 train, shard 0 validation, shard 1 ...
+    sums.bin     16 bytes per MiB    XXH3-128 of each MiB of the files: shard 0 train, shard 0 validation, shard 1 ...
 
 A process that opens a corpus reads `corpus.json` and the first 32 N bytes of `shards.bin`. Of `sums.bin` it reads the
 sums of files that it checks. 15T tokens in shards of 1 GiB of text are 60,000 shards: 2 MB of columns to read.
 
 The fingerprint of a corpus is a hash of its tokens, their order, splits and document boundaries, through the sha256 of
-its files, and does not depend on the folder.
+its files, and does not depend on the folder. In a corpus of format 2 the sums are CRC-32, uint32.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchllm.config.files import read_regular
-from torchllm.data.checked_file import BLOCK, BlockSums, file_sums
+from torchllm.config.files import read_regular, sha256_of
+from torchllm.data.checked_file import BLOCK, BlockSums
 from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, ShardSize, Split
 
@@ -34,8 +34,10 @@ SHARD_TABLE = "shards.bin"
 SUMS = "sums.bin"
 REMOTE = "remote.json"
 """URL of the shards, in a description that was copied from object storage (`remote_shards.py`)"""
-FORMAT = 2
-"""version of the format on disk"""
+FORMAT = 3
+"""version of the format that is written"""
+SUM_BYTES = {2: 4, FORMAT: 16}
+"""size of the sum of a MiB in the formats that are read"""
 
 Column = npt.NDArray[np.int64]
 """(shards,)"""
@@ -128,7 +130,7 @@ def check_fingerprint(folder: Path) -> None:
     content = _read_json(folder)
     for name, sha256 in ((SHARD_TABLE, content["table_sha256"]), (SUMS, content["sums_sha256"])):
         try:
-            is_as_written = file_sums(folder / name).sha256 == sha256
+            is_as_written = sha256_of(folder / name) == sha256
         except OSError as error:
             raise _unreadable(folder / name, error) from None
         if not is_as_written:
@@ -165,9 +167,9 @@ def _read_json(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged ({error}): prepare the corpus again") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} is damaged (it holds no JSON object): prepare the corpus again")
-    if content.get("format") != FORMAT:
+    if content.get("format") not in [*SUM_BYTES]:
         raise DataError(
-            f"{path}: a corpus of format {content.get('format')!r}; this version of torchllm reads format {FORMAT}: "
+            f"{path}: a corpus of format {content.get('format')!r}; this version of torchllm reads 2 and 3: "
             "prepare the corpus again"
         )
     return content
@@ -195,11 +197,12 @@ def first_blocks(description: CorpusDescription) -> Column:
     return np.concatenate([[0], np.cumsum(blocks)])
 
 
-def read_sums(folder: Path, first: int, end: int) -> BlockSums:
-    """Return the CRC-32 of the blocks first <= i < end of a corpus. Raises DataError if they cannot be read."""
+def read_sums(folder: Path, header: CorpusHeader, first: int, end: int) -> BlockSums:
+    """Return the sums of the blocks first <= i < end of a corpus. Raises DataError if they cannot be read."""
     path = folder / SUMS
+    width = SUM_BYTES[header.format]
     try:
-        sums = np.fromfile(path, dtype="<u4", count=end - first, offset=4 * first)
+        sums = np.fromfile(path, dtype=f"V{width}", count=end - first, offset=width * first)
     except OSError as error:
         raise _unreadable(path, error) from None
     if len(sums) != end - first:

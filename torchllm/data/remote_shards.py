@@ -13,13 +13,12 @@ import os
 import shutil
 import time
 import uuid
-import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
 
-from torchllm.data.checked_file import BLOCK, CheckedFile, CorpusFile, FindChecksums, blocks_of, damaged_blocks
+from torchllm.data.checked_file import BLOCK, CheckedFile, CorpusFile, FindChecksums, blocks_of, damaged_blocks, has_sum
 from torchllm.data.corpus_header import HEADER, REMOTE, SHARD_TABLE, SUMS
 from torchllm.data.error import DataError
 from torchllm.runtime.storage import RemoteFolder, StorageError
@@ -110,7 +109,7 @@ class RemoteFile(CheckedFile):
 
     def _is_right(self, number: int, content: bytes) -> bool:
         assert self._checksums is not None  # only files that were verified whole have none
-        return zlib.crc32(content) == self._checksums.sums[number] and len(content) == len(self.file.block(number))
+        return len(content) == len(self.file.block(number)) and has_sum(content, self._checksums.sums[number])
 
     def _read_remote(self, number: int, waits: Sequence[float]) -> bytes:
         """Read a block from the storage, again after each of `waits` seconds. Raises DataError."""

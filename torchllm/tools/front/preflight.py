@@ -327,7 +327,7 @@ def _inspect_initial_checkpoint(config: Config, inspection: Inspection) -> None:
     try:
         manifest = read_manifest(folder)
         damages = check_sizes(folder, manifest)
-        if not damages and manifest.format > 1:
+        if not damages:
             stored = parse_index((folder / INDEX).read_bytes(), folder / INDEX).tensors
             weights = [key for key in stored if key.startswith("model.")]
             if weights and all(map(is_low_rank_factor, weights)):

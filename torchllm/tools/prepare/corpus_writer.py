@@ -1,5 +1,6 @@
 """Writes the files of a corpus, as `data/shard.py` and `data/corpus_header.py` describe them."""
 
+import hashlib
 import json
 import os
 import socket
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
+import xxhash
 
-from torchllm.data.checked_file import BLOCK, file_sums
+from torchllm.config.files import open_regular, sha256_of
+from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus_header import HEADER, SHARD_TABLE, SUMS, CorpusHeader
 from torchllm.data.shard import INDEX_STRIDE, SPLITS, Ids, ShardSize, Split, Targets
 
@@ -148,14 +151,34 @@ class ShardFileWriter:
             self._file.write(np.packbits(np.concatenate(self._targets), bitorder="little").data)
 
 
+class FileSums(NamedTuple):
+    """The checksums of a file of a shard."""
+
+    sha256: str
+    """in hex"""
+    blocks: str
+    """XXH3-128 of each block, one after the other, in hex"""
+
+
+def file_sums(path: Path) -> FileSums:
+    """Return the checksums of a file, reading it once."""
+    digest = hashlib.sha256()
+    blocks = ""
+    with os.fdopen(open_regular(path), "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            blocks += xxhash.xxh3_128_hexdigest(block)
+    return FileSums(digest.hexdigest(), blocks)
+
+
 class SplitRecord(NamedTuple):
     """Size and checksums of the finished file of one split of a shard; an empty split has no file."""
 
     tokens: int
     documents: int
     sha256: str
-    sums: list[int]
-    """CRC-32 of each block"""
+    sums: str
+    """see FileSums.blocks"""
 
 
 class ShardTableWriter:
@@ -175,7 +198,7 @@ class ShardTableWriter:
             self._tokens[split].append(record.tokens)
             self._documents[split].append(record.documents)
             self._sha256[split] += bytes.fromhex(record.sha256).ljust(_SHA256_BYTES, b"\0")
-            self._sums += np.array(record.sums, dtype="<u4").tobytes()
+            self._sums += bytes.fromhex(record.sums)
 
     def write(self, folder: Path) -> tuple[str, str]:
         """Return the sha256 of both files."""
@@ -187,7 +210,7 @@ class ShardTableWriter:
             for split in SPLITS:
                 table.write(self._sha256[split])
             sums.write(self._sums)
-        return file_sums(paths[0]).sha256, file_sums(paths[1]).sha256
+        return sha256_of(paths[0]), sha256_of(paths[1])
 
 
 def write_header(folder: Path, header: CorpusHeader) -> None:

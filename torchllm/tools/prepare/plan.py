@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from torchllm.config import Source
-from torchllm.data.corpus_header import FORMAT
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.tools.prepare.source_files import SourceFile
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:  # most text has none
 
 LoadTokenizer = Callable[[], Tokenizer]
 """a call of `load_tokenizer` that can be sent to other processes, which a tokenizer cannot"""
+_KEY_FORMAT = 2
+"""in the hash since its fields were named; a corpus of format 3 has the key that it had in format 2"""
 _LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision", "max_epochs")
 """keys of a source that are in the hash only where they are set, as before they were added"""
 _TABLES = ("parquet", "hub")
@@ -73,7 +74,7 @@ class CorpusPlan:
         for name in _LATER_SOURCE_FIELDS:
             if not fields["source"][name]:
                 del fields["source"][name]
-        return hashlib.sha256(json.dumps([FORMAT, fields]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([_KEY_FORMAT, fields]).encode()).hexdigest()[:16]
 
     @property
     def keys(self) -> list[str]:

@@ -4,11 +4,9 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
-from torchllm.config.files import check_regular
-from torchllm.data.checked_file import file_sums
+from torchllm.config.files import check_regular, sha256_of
 from torchllm.data.error import DataError
 
 SOURCE = "source.json"
@@ -55,5 +53,5 @@ def changes_of(files: Sequence[SourceFile]) -> str:
 
 def content_of(files: Sequence[SourceFile]) -> str:
     """Return a hash of the content of files. Raises OSError."""
-    sums = [file_sums(Path(file.path)).sha256 for file in files]
+    sums = [sha256_of(file.path) for file in files]
     return hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16]

@@ -14,13 +14,12 @@ from typing import IO
 
 import numpy as np
 
-from torchllm.data.checked_file import file_sums
 from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, Ids, Split, shard_path
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.bad_records import FileTally, RecordTally
-from torchllm.tools.prepare.corpus_writer import ShardFileWriter, SplitRecord, replacing
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter, SplitRecord, file_sums, replacing
 from torchllm.tools.prepare.counts import ENDED, READY, UNDIVIDED, UNKNOWN, unknown_share
 from torchllm.tools.prepare.pieces import LONGEST, NoPlaceToCut, cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, LoadTokenizer
@@ -315,7 +314,7 @@ def _split_record(path: Path, writer: ShardFileWriter) -> SplitRecord:
     """Return the record of a file that was written; an empty one is removed."""
     if not writer.tokens:
         path.unlink(missing_ok=True)
-        return SplitRecord(tokens=0, documents=0, sha256="", sums=[])
+        return SplitRecord(tokens=0, documents=0, sha256="", sums="")
     sums = file_sums(path)
     return SplitRecord(writer.tokens, writer.documents, sums.sha256, sums.blocks)
 
@@ -341,7 +340,8 @@ def _finished_shard(folder: Path, number: int, key: str) -> FinishedShard | None
         if shard.key != key:
             return None
         for split, record in splits.items():
-            if record.tokens and file_sums(shard_path(folder, number, split)).blocks != record.sums:
+            sums = file_sums(shard_path(folder, number, split)).blocks if record.tokens else ""
+            if record.sums != sums:
                 return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
