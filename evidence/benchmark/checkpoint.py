@@ -1,14 +1,18 @@
-"""benchmark checkpoint: the time that a save takes from training."""
+"""benchmark checkpoint: the time that a save takes from training, save and load beside torch's."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 from benchmark.tools import Tables, Work, ratio_row, scratch, seconds_of
 
 from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.checkpoint.state import model_tensors, optimizer_tensors
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.trial import build_trial, synthetic_batches
@@ -18,9 +22,12 @@ if TYPE_CHECKING:
 
 
 class Round(NamedTuple):
-    """One synchronous and one asynchronous save."""
+    """One synchronous and one asynchronous save, a load, and both of torch.distributed.checkpoint."""
 
     synchronous_ms: float
+    dcp_save_ms: float
+    load_ms: float
+    dcp_load_ms: float
     call_ms: float
     """duration of the asynchronous save's call"""
     slower_steps_ms: float
@@ -39,7 +46,10 @@ class Round(NamedTuple):
 
 
 def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """Measure the time that a save takes from training: synchronous; asynchronous, by its call and slower steps."""
+    """Measure the time that a save takes from training: synchronous; asynchronous, by its call and slower steps.
+
+    Also a synchronous save and a load beside those of torch.distributed.checkpoint, whose files have no sums.
+    """
     device = runtime.device
     settings = config.benchmark
     mesh = build_mesh(config.parallel, device)
@@ -61,13 +71,21 @@ def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
         for number in range(1, settings.rounds + 1):
             step_seconds = median(seconds_of(work, settings.steps, device))
             synchronous_seconds = save_seconds(synchronous, number, runtime)
-            call_seconds = save_seconds(asynchronous, number, runtime)
+            state = {**model_tensors(stages), **optimizer_tensors(stages, optimizer)}
+            dcp_folder = folder / "dcp" / str(number)
+            dcp_save_seconds = call_seconds(partial(dcp.save, state, checkpoint_id=dcp_folder), runtime)
+            load_seconds = call_seconds(checkpointer(folder / "synchronous", asynchronous=False).resume, runtime)
+            dcp_load_seconds = call_seconds(partial(dcp.load, state, checkpoint_id=dcp_folder), runtime)
+            asynchronous_seconds = save_seconds(asynchronous, number, runtime)
             written = folder / "asynchronous" / "checkpoints" / f"step-{number:08d}"
             step_times = steps_until_written(work, asynchronous, written, runtime)
             rounds.append(
                 Round(
                     synchronous_ms=1e3 * synchronous_seconds,
-                    call_ms=1e3 * call_seconds,
+                    dcp_save_ms=1e3 * dcp_save_seconds,
+                    load_ms=1e3 * load_seconds,
+                    dcp_load_ms=1e3 * dcp_load_seconds,
+                    call_ms=1e3 * asynchronous_seconds,
                     slower_steps_ms=1e3 * (sum(step_times) - len(step_times) * step_seconds),
                     step_ms=1e3 * step_seconds,
                     step_beside_ms=1e3 * (sum(step_times) / len(step_times) if step_times else step_seconds),
@@ -81,24 +99,34 @@ def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     synchronous_ms = [measured.synchronous_ms for measured in rounds]
     asynchronous_ms = [measured.asynchronous_ms for measured in rounds]
     call_ms = [measured.call_ms for measured in rounds]
+    load_ms = [measured.load_ms for measured in rounds]
     return {
         "saves": [dict(saves)],
         "time taken from training": [
             ratio_row("asynchronous / synchronous", asynchronous_ms, synchronous_ms),
             ratio_row("its call / synchronous", call_ms, synchronous_ms),
         ],
+        "beside torch.distributed.checkpoint": [
+            ratio_row("save / dcp.save", synchronous_ms, [measured.dcp_save_ms for measured in rounds]),
+            ratio_row("load / dcp.load", load_ms, [measured.dcp_load_ms for measured in rounds]),
+        ],
     }
 
 
 def save_seconds(checkpoints: Checkpointer, number: int, runtime: Runtime) -> float:
-    """Return the seconds of the call to save checkpoint `number` on the slowest rank, which the others wait for."""
+    """Return the seconds of the call to save checkpoint `number`."""
+    return call_seconds(partial(checkpoints.save, number, {}), runtime)
 
-    def save() -> None:
+
+def call_seconds(call: Callable[[], object], runtime: Runtime) -> float:
+    """Return the seconds of a call on the slowest rank, which the others wait for."""
+
+    def on_all_ranks() -> None:
         runtime.barrier()
-        checkpoints.save(number, {})
+        call()
         runtime.barrier()
 
-    return seconds_of(save, 1, torch.device("cpu"))[0]
+    return seconds_of(on_all_ranks, 1, torch.device("cpu"))[0]
 
 
 def steps_until_written(work: Work, checkpoints: Checkpointer, written: Path, runtime: Runtime) -> list[float]:
