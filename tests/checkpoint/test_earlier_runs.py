@@ -86,7 +86,7 @@ def test_format_1_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000002"
     folder.mkdir()
     (folder / "manifest.json").write_text('{"format": 1, "step": 2, "files": {".metadata": [1, ""]}}')
-    message = r"no checkpoint in .*manifest\.json: a checkpoint of format 1; this version of torchllm reads 2 and 3$"
+    message = r"no checkpoint in .*manifest\.json: a checkpoint of format 1; this torchllm reads 2 and 3$"
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
         newest_verified([folder], partial(verify_in_parallel, None), print)
     (tmp_path / "corpus.json").write_text('{"format": 1, "key": "", "shards": [{"files": {}}]}')

@@ -6,9 +6,7 @@
 
 The manifest has the sha256 of the table (rows and their number), so a reader verifies exactly the pieces that it reads,
 and all sums together cover every byte. Each piece begins at the end of the previous one: a table cannot make them
-overlap or point outside the file. `piece_table.py` reads it. No torch.
-
-XXH3 finds damage, not forgery; it takes a hundredth of the time of SHA-256, the sum of pieces in format 2.
+overlap or point outside the file. `piece_table.py` reads it. No torch. The sums find damage, not forgery.
 """
 
 import hashlib

@@ -154,9 +154,7 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
     try:
         fields = json.loads(content)
         if fields["format"] not in READS:
-            raise DamagedCheckpoint(
-                f"{path}: a checkpoint of format {fields['format']!r}; this version of torchllm reads 2 and 3"
-            )
+            raise DamagedCheckpoint(f"{path}: a checkpoint of format {fields['format']!r}; this torchllm reads 2 and 3")
         del fields["sha256"]
         files = {name: FileRecord(*record) for name, record in fields.pop("files").items()}
         manifest = Manifest(**fields, files=files)

@@ -116,7 +116,7 @@ def whole_number(text: str) -> int:
 def sized_config(parameters: float, tokens: float, vocab: int, sequence_length: int) -> Config:
     """Return the config of a dense model with about `parameters`, trained on `tokens`.
 
-    The width is a multiple of 64 (of 128 from 300 M parameters on), the feed-forward layer 8/3 of it.
+    The width is a multiple of 64 (16 below 10 M parameters, 128 from 300 M on), the feed-forward layer 8/3 of it.
     UserError if embedding and head alone are larger.
     """
     base = Config()
@@ -124,7 +124,7 @@ def sized_config(parameters: float, tokens: float, vocab: int, sequence_length: 
     ratio = min(
         128.0, max(64.0, 64.0 * (parameters / 100e6) ** (math.log(2) / math.log(70)))
     )  # 64 at 100 M, 128 at 7 B
-    head = 128 if parameters >= 300e6 else 64
+    head = 128 if parameters >= 300e6 else 64 if parameters >= 10e6 else 16
     candidates = []
     for heads in range(2, 129):
         hidden = heads * head
@@ -145,16 +145,22 @@ def sized_config(parameters: float, tokens: float, vocab: int, sequence_length: 
     rate = 1.79 * blocks**-0.713 * tokens**0.307
     sequences = max(1, round(0.58 * tokens**0.571 / sequence_length))
     unit = max(1, 2 ** (sequences.bit_length() - 3))  # at least four units: a batch that many numbers of ranks divide
-    batch = unit * round(sequences / unit)
-    steps = max(1, round(tokens / (batch * sequence_length)))
-    training = replace(base.training, steps=steps, global_batch_size=batch, sequence_length=sequence_length)
-    warmup = min(WARMUP_STEPS, steps // 10)
-    return replace(
+    config = replace(
         base,
         model=model,
-        training=training,
+        training=replace(base.training, sequence_length=sequence_length),
         optimizer=replace(base.optimizer, learning_rate=float(f"{rate:.3g}")),
-        schedule=replace(base.schedule, warmup_steps=warmup, final_fraction=min(1.0, float(f"{LAST_RATE / rate:.3g}"))),
+        schedule=replace(base.schedule, final_fraction=min(1.0, float(f"{LAST_RATE / rate:.3g}"))),
+    )
+    return with_batch(config, unit * round(sequences / unit), tokens)
+
+
+def with_batch(config: Config, batch: int, tokens: float) -> Config:
+    """Return the config with `batch` sequences a step, and as many steps as `tokens` take."""
+    steps = max(1, round(tokens / (batch * config.training.sequence_length)))
+    training = replace(config.training, steps=steps, global_batch_size=batch)
+    return replace(
+        config, training=training, schedule=replace(config.schedule, warmup_steps=min(WARMUP_STEPS, steps // 10))
     )
 
 
