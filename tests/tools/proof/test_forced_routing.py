@@ -11,11 +11,19 @@ from torch import nn
 from tests.models.test_layers import filled, inputs
 from tests.tools.proof.forks import Change, write_fork
 from tests.tools.proof.test_prove import MIXTURE, OPTIONS, PRETRAIN, proven
-from torchllm.config import Model
+from torchllm.config import Config, Model, Run
 from torchllm.config.errors import UserError
 from torchllm.models.experts import MixtureOfExperts
 from torchllm.tools.proof import prove
-from torchllm.tools.proof.forced_routing import ChoiceRecord, force_choices, gap
+from torchllm.tools.proof.forced_routing import (
+    ChoiceRecord,
+    Choices,
+    RouterUse,
+    force_choices,
+    gap,
+    least_distance,
+    told_apart,
+)
 
 MODEL = Model(layers=1, hidden=24, heads=4, ffn=40, vocab=32, experts=6, top_k=2, expert_ffn=16)
 
@@ -142,6 +150,27 @@ def test_experts_are_proven_in_bfloat16(name: str, tmp_path: Path) -> None:
     result = proven(PRETRAIN, name, tmp_path, MIXTURE, OPTIONS._replace(dtype="bfloat16"))
     assert result.is_right, result.agreement.findings
     assert 1e-3 < result.agreement.error < 1e-1
+
+
+def test_a_seed_is_taken_whose_tokens_can_be_told_apart_in_bfloat16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(40, 24, generator=generator)
+    copies = torch.cat([tokens, tokens + 1e-3 * torch.randn(40, 24, generator=generator)])
+    same = torch.arange(40).repeat(2)[:, None] % 6
+    use = RouterUse("router", trains=True)
+    choices = {
+        0: {use: Choices(copies, torch.arange(80)[:, None] % 6)},  # a token and its copy have different experts
+        1: {use: Choices(copies, same)},
+        2: {},
+    }
+    assert least_distance(choices[0]) == pytest.approx(1e-3, rel=0.5)
+    assert 0.3 < least_distance(choices[1]) < least_distance(choices[2]) == math.inf
+
+    def taken(*seeds: int) -> int:
+        configs = [Config(run=Run(seed=seed)) for seed in seeds]
+        return told_apart(configs, lambda config: choices[config.run.seed]).run.seed
+
+    assert (taken(0, 1, 2), taken(1, 0), taken(0), taken(2, 1)) == (1, 1, 0, 2)
 
 
 def test_a_token_that_is_no_number_is_none_of_those_recorded() -> None:
