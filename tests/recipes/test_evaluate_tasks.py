@@ -212,8 +212,8 @@ def scored_on_rank(arguments: list[str], port: int) -> None:
     "layouts", [["fsdp", "pp"], pytest.param(["tp", "ring", "ulysses", "pp2 x tp2"], marks=pytest.mark.exhaustive)]
 )
 def test_ranks_score_together_as_transformers_does(layouts: list[str], task_folder: Path, tmp_path: Path) -> None:
-    """As many texts as no layout divides, of several lengths; FSDP also continues some."""
-    write_more_tasks(task_folder, "no_context", "long", *(["continued"] if "fsdp" in layouts else []))
+    """As many texts as no layout divides, of several lengths; some are continued."""
+    write_more_tasks(task_folder, *MORE_TASKS)
     run = tmp_path / "run"
     save_run(run, Model(kv_heads=2, **(SIZES | {"max_sequence_length": 128})), steps=(3,))
     expected = run_hf(export_model(config_of(run), tmp_path / "model").folder, task_folder)
@@ -234,7 +234,6 @@ def test_ranks_score_together_as_transformers_does(layouts: list[str], task_fold
                 assert float(pair[0]) == pytest.approx(float(other[0]), abs=1e-4), (layout, document)
                 assert str(pair[1]) == str(other[1])
         file.unlink()
-        (task_folder / "continued.yaml").unlink(missing_ok=True)  # of FSDP, which is the first
 
 
 def test_values_are_points_of_tensorboard(tmp_path: Path) -> None:

@@ -87,7 +87,6 @@ def test_the_average_is_evaluated_and_the_weights_are_trained(task_folder: Path,
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        ("continued", "no texts are continued with parallel.pp = 2, as continued needs: leave it out"),
         ("broken", "lm-eval cannot load {folder}/broken.yaml"),
         pytest.param("no_such", "lm-eval has no task no_such", marks=pytest.mark.exhaustive),
     ],

@@ -81,17 +81,13 @@ class Tasks:
                 task.set_config("num_fewshot", 0)
 
     def check_model(self, ranks: TextRanks, tokenizer: Tokenizer) -> None:
-        """Raise UserError if the model lacks ids of texts, or if a task needs answers and these ranks give none."""
+        """Raise UserError if the model lacks ids of texts."""
         vocab = ranks.config.model.vocab
         if tokenizer.vocab > vocab:
             raise UserError(
                 f"evaluate.tasks: data.tokenizer {tokenizer.name} has {tokenizer.vocab} ids, and model.vocab is "
                 f"{vocab}: name the tokenizer of the data"
             )
-        reason = ranks.why_no_answers()
-        named = [name for name, task in self.loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
-        if reason and named:
-            raise UserError(f"evaluate.tasks: {reason}, as {', '.join(named)} needs: leave it out")
 
     def evaluate(self, ranks: TextRanks, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the result of the harness's `evaluate` for the ranks' model. Call it inside of `ranks.lead`.

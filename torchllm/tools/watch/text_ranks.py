@@ -6,7 +6,7 @@ Sent, besides the messages of forward passes: rank 0's requests as Python object
 all ranks.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.signs_of_life import show_progress
 from torchllm.runtime.stop import GivenUp, should_give_up
-from torchllm.tools.continue_texts import continue_texts
+from torchllm.tools.continue_texts import continue_texts, sample_tokens
 
 Scored = tuple[float, bool]
 """log-likelihood of a continuation, and whether each of its tokens is the likeliest"""
@@ -139,12 +139,10 @@ class TextRanks:
                 rows = min(max(1, room // length), -(-(len(order) - start) // self.data_size))
                 own = order[start : start + rows * self.data_size][self.data_rank :: self.data_size]
                 batch = self._batch([(texts[index], sizes[index]) for index in own], rows, length)
-                with self._scoring(vocab) as scores:
+                with self._keeping(partial(_scores, vocab=vocab)) as scores:
                     self.loss_sum(batch)
                 if scores:
-                    rows_of_scores = (batch.labels != IGNORED).nonzero()[:, 0]
-                    owners = torch.tensor(own, dtype=torch.int64, device=self.device)[rows_of_scores]
-                    sums.index_add_(0, owners, torch.cat(scores).double())
+                    sums.index_add_(0, self._owners(batch, own), torch.cat(scores).double())
                 start += rows * self.data_size
         finally:
             free_gathered(self.stages)
@@ -173,44 +171,103 @@ class TextRanks:
         ahead = tokens.new_zeros(rows, 2, depth, len(own)) if depth else None
         return Batch(tokens, labels, positions, None, ahead=ahead)
 
-    @contextmanager
-    def _scoring(self, vocab: int) -> Iterator[list[Tensor]]:
-        """Return a context where the head keeps scores of its n labels, (n, 2) per call, in place of a loss.
+    def _owners(self, batch: Batch, own: Sequence[int]) -> Tensor:
+        """Return for each label of a batch of the texts `own` the number of its text."""
+        rows = (batch.labels != IGNORED).nonzero()[:, 0]
+        return torch.tensor(own, dtype=torch.int64, device=self.device)[rows]
 
-        Per label: its log-probability, and whether another token is likelier, 0 or 1. No scores without a head.
+    @contextmanager
+    def _keeping(self, of_labels: Callable[[Tensor, Tensor], Tensor]) -> Iterator[list[Tensor]]:
+        """Return a context where the head keeps `of_labels` of logits and labels, in place of a loss.
+
+        In chunks, one tensor each. Nothing is kept without a head.
         """
-        scores: list[Tensor] = []
+        kept: list[Tensor] = []
         head = next((stage.lm_head for stage in self.stages if stage.lm_head is not None), None)
         if head is None:
-            yield scores
+            yield kept
             return
         z_loss = head.z_loss
 
         def keep(logits: Tensor, labels: Tensor) -> Tensor:
             for some_logits, some_labels in zip(logits.split(CHUNK), labels.split(CHUNK), strict=True):
-                scores.append(_scores(some_logits, some_labels, vocab))
+                kept.append(of_labels(some_logits, some_labels))
             return torch.zeros(2 if z_loss else (), device=labels.device)
 
         plain, head.cross_entropy = head.cross_entropy, keep
         try:
-            yield scores
+            yield kept
         finally:
             head.cross_entropy = plain
-
-    def why_no_answers(self) -> str:
-        """Return why these ranks cannot continue texts; "": they can."""
-        parallel = self.config.parallel
-        degrees = {"parallel.pp": parallel.pp, "parallel.cp": parallel.cp, "parallel.tp": parallel.tp}
-        keys = [f"{key} = {degree}" for key, degree in degrees.items() if degree > 1]
-        return f"no texts are continued with {', '.join(keys)}" if keys else ""
 
     def answer(
         self, prompts: Sequence[list[int]], settings: Generate, vocab: int, ends: Collection[int]
     ) -> list[list[int]]:
         """Return the ids that follow each prompt, of at most `longest` - `settings.tokens` ids.
 
-        The same number per data rank; all ranks go on until the texts of all have ended. Raises GivenUp as `rate` does.
+        All ranks go on until the texts of all have ended. Raises GivenUp as `rate` does. With pp, cp or tp there is no
+        cache: each id takes a forward pass of the whole text.
         """
+        parallel = self.config.parallel
+        if parallel.pp * parallel.cp * parallel.tp > 1:
+            return self._answer_without_cache(prompts, settings, vocab, ends)
+        return self._answer_with_cache(prompts, settings, vocab, ends)
+
+    @torch.no_grad()
+    def _answer_without_cache(
+        self, prompts: Sequence[list[int]], settings: Generate, vocab: int, ends: Collection[int]
+    ) -> list[list[int]]:
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        texts = [list(prompt) for prompt in prompts]
+        size = self.config.training.micro_batch_size
+        try:
+            for start in range(0, len(order), size * self.data_size):
+                going = order[start : start + size * self.data_size]
+                generators = {
+                    index: torch.Generator(self.device).manual_seed(self.config.run.seed + index) for index in going
+                }
+                for count in range(settings.tokens):
+                    beat("batch")
+                    show_progress(f"{start:,} of {len(order):,} texts, {count:,} tokens of the next".format)
+                    if should_give_up():
+                        raise GivenUp
+                    for index, token in self._next_ids(texts, going, settings, vocab, generators).items():
+                        texts[index].append(token)
+                    going = [index for index in going if texts[index][-1] not in ends]
+                    if not going:
+                        break
+        finally:
+            free_gathered(self.stages)
+        return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+    def _next_ids(
+        self,
+        texts: Sequence[list[int]],
+        going: Sequence[int],
+        settings: Generate,
+        vocab: int,
+        generators: Mapping[int, torch.Generator],
+    ) -> dict[int, int]:
+        """Return the id that follows each text of `going`, on all ranks, by a forward pass of all of them."""
+        rows = -(-len(going) // self.data_size)
+        own = going[self.data_rank :: self.data_size]
+        length = self._rounded(max(len(texts[index]) for index in going))
+        batch = self._batch([([*texts[index], 0], 1) for index in own], rows, length)  # any label, at the last id
+        ids = torch.zeros(len(texts), dtype=torch.int64, device=self.device)
+        with self._keeping(_logits_of_labels) as logits:
+            self.loss_sum(batch)
+        if logits:
+            owners = self._owners(batch, own)
+            of_owners = [generators[index] for index in owners.tolist()]
+            ids[owners] = sample_tokens(torch.cat(logits)[:, :vocab].float(), settings, of_owners)
+        if self.mesh is not None:
+            dist.all_reduce(ids)  # as in `rate`
+        return {index: int(ids[index]) // self.tp for index in going}
+
+    def _answer_with_cache(
+        self, prompts: Sequence[list[int]], settings: Generate, vocab: int, ends: Collection[int]
+    ) -> list[list[int]]:
+        """The same number of texts per data rank."""
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         each = -(-len(order) // self.data_size)
         own = [prompts[index] for index in order[self.data_rank :: self.data_size]]
@@ -252,19 +309,24 @@ class TextRanks:
         return not going
 
 
-def _scores(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
-    """Return the scores, (n, 2), of the n labels that are not IGNORED. logits: (N, V), under tp sharded over V."""
+def _logits_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the logits, (n, V), of the n labels that are not IGNORED. logits: (N, V), under tp sharded over V."""
     chosen = labels != IGNORED
-    if isinstance(logits, DTensor):
-        part, columns = logits.to_local()[chosen], logits.shape[1]
-        shape = torch.Size((len(part), columns))
-        whole = DTensor.from_local(
-            part, logits.device_mesh, logits.placements, run_check=False, shape=shape, stride=(columns, 1)
-        )
-        of_labels = whole.full_tensor()
-    else:
-        of_labels = logits[chosen]
-    log_probabilities = widened(of_labels[:, :vocab]).log_softmax(-1)
-    targets = labels[chosen]
+    if not isinstance(logits, DTensor):
+        return logits[chosen]
+    part, columns = logits.to_local()[chosen], logits.shape[1]
+    shape = torch.Size((len(part), columns))
+    return DTensor.from_local(
+        part, logits.device_mesh, logits.placements, run_check=False, shape=shape, stride=(columns, 1)
+    ).full_tensor()
+
+
+def _scores(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
+    """Return the scores, (n, 2), of the n labels that are not IGNORED.
+
+    Each is its log-probability, and whether another token is likelier, 0 or 1.
+    """
+    log_probabilities = widened(_logits_of_labels(logits, labels)[:, :vocab]).log_softmax(-1)
+    targets = labels[labels != IGNORED]
     misses = log_probabilities.argmax(-1) != targets
     return torch.stack((log_probabilities.gather(1, targets[:, None])[:, 0], misses.to(log_probabilities.dtype)), dim=1)
