@@ -140,36 +140,20 @@ def weights_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def state_problems(config: Config) -> Iterator[ConfigError]:
-    """Check that no block of moments in 8 bits is cut, by tp or, of experts along their hidden states, by FSDP.
-
-    They are not on the host.
-    """
-    from torchllm.facts.parameters import rule_of  # of no use to other runs
-    from torchllm.facts.shapes import parameter_shapes
-    from torchllm.facts.state_blocks import BLOCK, has_blocks
+    """Check that no block of moments in 8 bits is cut. They are not on the host."""
+    from torchllm.facts.state_blocks import BLOCK  # of no use to other runs
+    from torchllm.tools.config.cut_blocks import cut_rows
 
     if config.optimizer.offload:
         reason = 'is for moments in float32 or bfloat16: set it to false, or optimizer.state_dtype = "bfloat16"'
         yield config_error("optimizer.offload", reason)
-    parallel, experts = config.parallel, config.model.experts
-    shared_by = parallel.dp_shard * parallel.cp
-    if parallel.ep > 1:
-        shared_by, experts = shared_by * parallel.tp // parallel.ep, experts // parallel.ep
-    cuts_hidden = shared_by > 0 and experts % shared_by and config.model.hidden % shared_by == 0
-    for name, shape in parameter_shapes(config.model).items():
-        is_of_experts, cut = len(shape) == 3, rule_of(name).cut
-        key, parts = "parallel.tp", parallel.tp if cut == "rowwise" else 1
-        if is_of_experts and parallel.ep > 1:
-            parts = 1
-        if is_of_experts and cut == "colwise" and cuts_hidden:
-            key, parts = "parallel.dp_shard", shared_by
-        if has_blocks(shape) and shape[-1] % (parts * BLOCK):
-            yield config_error(
-                "optimizer.state_dtype",
-                f'"int8" has blocks of {BLOCK} elements, and {key} cuts the rows of {name}, of {shape[-1]}, into '
-                f'{parts} parts: set it to "bfloat16", or use a divisor of {shape[-1] // BLOCK} parts',
-            )
-            return
+    parallel = config.parallel
+    if cut := cut_rows(config.model, parallel.tp, parallel.ep, parallel.dp_shard * parallel.cp):
+        yield config_error(
+            "optimizer.state_dtype",
+            f'"int8" has blocks of {BLOCK} elements, and {cut.key} cuts the rows of {cut.name}, of {cut.width}, into '
+            f'{cut.parts} parts: set it to "bfloat16", or use a divisor of {cut.width // BLOCK} parts',
+        )
 
 
 def float8_problems(config: Config) -> Iterator[ConfigError]:

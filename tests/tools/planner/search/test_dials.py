@@ -99,19 +99,19 @@ def test_keys_that_a_job_cannot_have_are_not_tried() -> None:
 
 def test_every_set_of_keys_is_tried_once() -> None:
     sets = dial_sets(job_with(28e9))
-    assert len(sets) == 32
-    assert len({frozenset(settings) for settings in sets}) == 32
+    assert len(sets) == 40  # two by three, where int8 has no offload: (2 x 3 - 1) x 2 x 2 x 2
+    assert len({frozenset(settings) for settings in sets}) == 40
     assert [len(settings) for settings in sets] == sorted(len(settings) for settings in sets)
     for settings, job in sets.items():
         keys = {setting.partition(" ")[0] for setting in settings}
         assert (job.training.weights_dtype == "bfloat16") == ("training.weights_dtype" in keys)
-        assert (job.optimizer.state_dtype == "bfloat16") == ("optimizer.state_dtype" in keys)
+        assert (job.optimizer.state_dtype != "float32") == ("optimizer.state_dtype" in keys)
         assert job.optimizer.offload == ("optimizer.offload" in keys)
         assert job.offloads_inputs == ("recompute.offload" in keys)
         assert (job.training.loss_chunk > 0) == ("training.loss_chunk" in keys)
 
 
-@pytest.mark.parametrize("memory", [28e9, pytest.param(40e9, marks=pytest.mark.exhaustive)])  # 32 searches each
+@pytest.mark.parametrize("memory", [28e9, pytest.param(40e9, marks=pytest.mark.exhaustive)])  # 40 searches each
 def test_each_line_is_faster_and_the_last_is_the_fastest(memory: float) -> None:
     job = job_with(memory)
     turned = turn_dials(job)

@@ -46,8 +46,9 @@ def dials(job: Job) -> Iterator[Dial]:
         if job.hardware.host.bandwidth and not optimizer.offload and optimizer.state_dtype != "int8":
             yield Dial("optimizer.offload = true", replace(job, optimizer=replace(optimizer, offload=True)))
     if optimizer.name != "sgd" and optimizer.state_dtype == "float32" and not optimizer.offload:
-        narrow = replace(optimizer, state_dtype="bfloat16")
-        yield Dial('optimizer.state_dtype = "bfloat16"', replace(job, optimizer=narrow))
+        for dtype in ("bfloat16", "int8"):
+            narrow = replace(optimizer, state_dtype=dtype)
+            yield Dial(f'optimizer.state_dtype = "{dtype}"', replace(job, optimizer=narrow))
     if job.hardware.host.bandwidth and not job.offloads_inputs:
         yield Dial("recompute.offload = true", replace(job, offloads_inputs=True))
     if not training.loss_chunk:
@@ -75,7 +76,7 @@ class DialedJob(NamedTuple):
 
 
 def dial_sets(job: Job, written: Collection[str] = ()) -> dict[tuple[str, ...], Job]:
-    """Return the job with every set of dials, the smallest set first: at most 32, for five dials.
+    """Return the job with every set of dials, the smallest set first: at most 40.
 
     The keys are the dials' settings, sorted; the first is empty. written: keys that stay as the user set them.
     """

@@ -30,6 +30,7 @@ from torchllm.config.schema import RecomputeMode
 from torchllm.facts.flops import ALL_TRAINED
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.axis_problems import window_reaches_too_far
+from torchllm.tools.config.cut_blocks import cut_rows
 from torchllm.tools.config.degrees import BLOCK_MODES, obstacle_to_compiled_blocks
 from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE, takes_float8_tokens, unfit_for_float8
 from torchllm.tools.planner.case import Case
@@ -280,10 +281,17 @@ class Job:
             return f"blocks with model.mixer = {lacking[0]!r} cannot share a sequence with other ranks"
         if not self.context_methods(mesh):
             return f"cp divides neither the sequence of {self.training.sequence_length} tokens nor the heads"
+        if self._has_blocks and not self.shardings(mesh):
+            return 'tp or dp_shard cuts blocks of optimizer.state_dtype = "int8", or keys that the run sets rule it out'
         has_pieces = next(self.pieces(mesh), None) is not None
         if not has_pieces or not self.shardings(mesh) or not self.sequence_parallel(mesh):
             return "the batch has too few micro batches for any schedule, or the keys that the run sets rule it out"
         return ""
+
+    @property
+    def _has_blocks(self) -> bool:
+        """Whether moments have blocks that no layout may cut."""
+        return self.optimizer.state_dtype == "int8"
 
     def _takes_vocabulary(self, mesh: DegreeMesh) -> bool:
         """Return whether tp can cut the vocabulary: each rank has a row, and FSDP on more than 2 ranks equal parts."""
@@ -404,7 +412,8 @@ class Job:
                 continue
             for stage in self._zero_stages(mesh, replicate, shard):
                 for ep in self.expert_degrees(mesh, shard, stage):
-                    shardings.append(ShardingDegrees(replicate, shard, stage, ep))
+                    if not (self._has_blocks and cut_rows(self.model, mesh.tp, ep, shard * mesh.cp)):
+                        shardings.append(ShardingDegrees(replicate, shard, stage, ep))
         return shardings
 
     def _zero_stages(self, mesh: DegreeMesh, dp_replicate: int, dp_shard: int) -> list[int]:
