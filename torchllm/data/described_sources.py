@@ -70,7 +70,7 @@ class DescribedSources:
         """
         lines = []
         first_step = 1
-        for stage in self.stages[:-1]:
+        for stage in self.stages[:-1] if len(self.names) > 1 else ():
             lines.append(f"steps {first_step} to {stage.until}: {self.shares(stage.end - 1)}")
             first_step = stage.until + 1
         for index, end in self.limited.used_up:
