@@ -10,7 +10,14 @@ from torchllm.config import Cluster, Compile, Config, Data, Float8, MixtureStage
 from torchllm.config.errors import UserError
 from torchllm.tools.config.checks import problems
 from torchllm.tools.front.start import load_configs
-from torchllm.tools.planner.search.auto import choose_layouts, cluster_with_gpu, device, planned, why_unplanned
+from torchllm.tools.planner.search.auto import (
+    choose_layouts,
+    cluster_with_gpu,
+    device,
+    planned,
+    refuse_stages,
+    why_unplanned,
+)
 
 CONFIG = Config(
     cluster=Cluster("dgx_a100"),
@@ -50,14 +57,20 @@ def test_float8_gets_a_layout_that_it_can_multiply_planned_as_bfloat16() -> None
             choose_layouts(float8, 16, written)
 
 
-def test_stages_with_steps_of_other_sizes_are_not_planned() -> None:
+def test_steps_of_other_sizes_are_planned_together_and_not_as_one() -> None:
     config = Config(cluster=Cluster(name="dgx_h100"), parallel=Parallel(dp_shard=1))
     assert not why_unplanned(config)
     growing = replace(config, data=Data(stage=(MixtureStage(until=9, global_batch_size=4), MixtureStage())))
-    assert "the planner knows one size of a step" in why_unplanned(growing)
+    assert "this plan is of one size of a step" in why_unplanned(growing)
     assert planned(growing) is None
-    with pytest.raises(UserError, match=r"data\.stage: a stage has another batch size or length.*by hand"):
-        choose_layouts(growing, 8, ())
+    with pytest.raises(UserError, match=r"data\.stage: a stage has another batch size .* plan one with --data\.stage"):
+        refuse_stages(growing)
+    with pytest.raises(UserError, match='"tune" measures steps of one size'):
+        choose_layouts(growing, 8, (), count=2)
+    [chosen], line = choose_layouts(growing, 4, ())
+    assert chosen.parallel.dp_shard * chosen.parallel.dp_replicate <= 4  # sequences of the first stage
+    assert chosen.parallel.ranks == 4
+    assert ": the fastest over 2 stages that 4 ranks on dgx_h100 can have, predicted " in line
     assert not why_unplanned(replace(config, data=Data(stage=(MixtureStage(until=9), MixtureStage()))))
 
 

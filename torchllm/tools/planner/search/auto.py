@@ -45,6 +45,8 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
     if hardware is None:
         raise UserError("; ".join(problems))
     job = job_of(config, world_size, written, hardware)
+    if config.data.changes_size:
+        return _choose_over_stages(config, job, name, count)
     outcome = search(job, count)
     if not outcome.layouts:
         raise UserError(divides_nowhere(job, outcome))
@@ -57,6 +59,22 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
         chosen.append(replace(run, parallel=replace(run.parallel, layout="manual")))
     layouts = f"{outcome.layouts:,} layouts of {world_size} ranks on {name}"
     return chosen, _line(advice, layouts, hardware if name == CPU else None, is_float8=config.float8.is_on)
+
+
+def _choose_over_stages(config: C, job: Job, cluster: str, count: int) -> tuple[list[C], str]:
+    """Return what `choose_layouts` does, for a run whose stages have several sizes."""
+    from torchllm.tools.planner.search.over_stages import layouts_over_stages, stage_jobs  # few runs have them
+
+    if count > 1:
+        raise UserError('"tune" measures steps of one size, and data.stage has several: set it to "auto"')
+    stages = stage_jobs(config, job)
+    (best,) = layouts_over_stages(stages, 1)
+    chosen = job.config(config, best.layout)
+    line = (
+        f"{best.layout.text()}: the fastest over {len(stages)} stages that {job.gpus} ranks on {cluster} can have, "
+        f"predicted {best.seconds / 3600:.3g} hours, at most {best.memory / GIB:.3g} GiB per rank"
+    )
+    return [replace(chosen, parallel=replace(chosen.parallel, layout="manual"))], line
 
 
 def _line(advice: Advice, layouts: str, cpu: Hardware | None, is_float8: bool) -> str:
@@ -115,7 +133,7 @@ def why_unplanned(config: Config) -> str:
 
 def _stages_of_other_sizes(config: Config) -> str:
     """Return why a run with stages is not planned; "" if all of its steps have one size."""
-    reason = "data.stage: a stage has another batch size or length, and the planner knows one size of a step"
+    reason = "data.stage: a stage has another batch size or length, and this plan is of one size of a step"
     return reason if config.data.changes_size else ""
 
 
@@ -145,10 +163,17 @@ def case_of(config: Config, hardware: Hardware) -> Case:
     )
 
 
-def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
-    """Return the question to the planner: keys that the run sets are fixed, others are open."""
+def refuse_stages(config: Config) -> None:
+    """Raise UserError if a run has stages whose steps have other sizes."""
     if reason := _stages_of_other_sizes(config):
-        raise UserError(f"{reason}: choose the layout by hand, or plan each stage from a file without data.stage")
+        raise UserError(
+            f"{reason}: plan one with --data.stage=[] and its --training.global_batch_size and "
+            '--training.sequence_length; parallel.layout = "auto" plans them together'
+        )
+
+
+def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
+    """Return the question to the planner for [training]: keys that the run sets are fixed, others are open."""
     fixed: dict[str, Any] = {}
     if "training.micro_batch_size" in written:
         fixed["micro_batch_size"] = config.training.micro_batch_size
