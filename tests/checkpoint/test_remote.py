@@ -121,6 +121,45 @@ def test_a_copy_without_its_manifest_or_suspect_is_not_loaded(tmp_path: Path) ->
     assert steps_in(tmp_path / "copies") == [2, 1]
 
 
+def requests_of_a_start(folder: Path) -> list[str]:
+    """Resume a run that has lost its folder; return its requests, without those of the owner's lease."""
+    requests = []
+
+    def counted(method: str) -> Any:
+        plain = getattr(RemoteFolder, method)
+
+        def request(storage: RemoteFolder, name: str = "", *arguments: Any) -> Any:
+            if not name.startswith(FOLDER):
+                requests.append(f"{method} {name}")
+            return plain(storage, name, *arguments)
+
+        return mock.patch.object(RemoteFolder, method, request)
+
+    shutil.rmtree(folder / "run")
+    with counted("sizes"), counted("folders"), counted("exists"), counted("read"), counted("download"):
+        later = checkpoints(folder, keep=0)
+        assert later.resume() is not None
+    later.close()
+    return requests
+
+
+def test_a_start_makes_as_many_requests_beside_any_number_of_copies(tmp_path: Path) -> None:
+    saving = checkpoints(tmp_path, keep=0)
+    for step in range(1, 4):
+        saving.save(step, {})
+    saving.close()
+    of_three = requests_of_a_start(tmp_path)
+    assert sorted(set(of_three)) == sorted(of_three)  # nothing is asked for twice
+    assert sum(request.startswith("folders") for request in of_three) == 1
+    for step in range(4, 13):
+        shutil.copytree(tmp_path / "copies/step-00000003", tmp_path / f"copies/step-{step:08d}")
+    shutil.rmtree(tmp_path / "copies/step-00000012")
+    saving = checkpoints(tmp_path, keep=0)
+    saving.save(12, {})
+    saving.close()
+    assert len(requests_of_a_start(tmp_path)) == len(of_three)
+
+
 def test_damage_to_a_copy_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saving = checkpoints(tmp_path)
     for step in (1, 2):
