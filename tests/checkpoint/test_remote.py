@@ -21,7 +21,7 @@ from torch import nn
 
 from tests import workers
 from tests.patience import until
-from tests.s3 import s3_bucket
+from tests.s3 import Faults, s3_bucket
 from tests.tiny_run import ROOT
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
@@ -346,6 +346,38 @@ def test_ranks_share_the_files_in_a_bucket(tmp_path: Path) -> None:
             copied = workers.run(_save_and_lose, ranks, str(tmp_path), save, f"{bucket}/run", variables)
             assert sum(map(len, copied)) == 5
             shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.exhaustive
+def test_training_goes_on_while_a_bucket_answers_wrongly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It refuses, fails or is slow while the run saves; then it refuses, or cuts its answers, while the run starts."""
+    with s3_bucket() as bucket:
+        copies = RemoteFolder(f"{bucket}/run")
+        saving = checkpoints(tmp_path, 1.0, remote=copies.url, keep=0)
+        for step, fault in enumerate(("403", "503", "slow"), start=1):
+            Faults.fault = fault
+            saving.save(step, {})  # does not wait
+            name = manifests.step_folder(Path(), step).name
+            if fault != "slow":
+                until(lambda name=name: f"{name} is not copied yet, training goes on: cannot" in caplog.text, 60)
+                assert f"{copies.url}/{name}" in caplog.text
+            Faults.fault = ""
+            until(lambda name=name: copies.exists(f"{name}/{MANIFEST}"), 60)
+        saving.close()
+
+        shutil.rmtree(tmp_path / "run")
+        for fault in ("403", "cut"):
+            Faults.fault = fault
+            failing = checkpoints(tmp_path, remote=copies.url)
+            with pytest.raises(CheckpointError, match=copies.url):
+                failing.resume()
+            failing.close()
+            assert not manifests.step_folders(tmp_path / "run/checkpoints")
+        Faults.fault = "slow"
+        later = checkpoints(tmp_path, remote=copies.url)
+        assert later.resume() is not None
+        assert weight(later) == 1.0
+        later.close()
 
 
 SAVING = """
