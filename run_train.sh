@@ -26,6 +26,9 @@ trap '' PIPE # an output that nobody reads any more is no reason to end: `echo` 
 fail() { echo "run_train.sh: $*" >&2; exit 2; }
 say() { echo "$*" 2>/dev/null || true; } # the terminal may be closed
 
+# Standard error for `on_signal`, which may run where a line below leaves out descriptor 2.
+exec 9>&2 || exec 9>/dev/null
+
 # A signal becomes a file in the run folder, which rank 0 looks for: unlike a signal, the file is still there when ranks
 # that are starting are ready. A terminal and Slurm signal the child processes too, which therefore ignore it.
 child="" is_training="" request="" is_requested="" interrupted_at="" end_at_once=QUIT ended_at_once=""
@@ -33,7 +36,7 @@ on_signal() { # NAME
     if ! is_owner; then
         trap '' TERM INT HUP USR1 USR2
         if [ -n "$child" ]; then { kill -KILL "$child" && wait "$child"; } 2>/dev/null || true; fi
-        say "run_train.sh: ended by SIG$1 before anything was started" >&2
+        say "run_train.sh: ended by SIG$1 before anything was started" >&9
         exit $((128 + $(kill -l "$1")))
     fi
     if [ "$1" = INT ] && [ -z "$interrupted_at" ]; then
@@ -48,9 +51,9 @@ on_signal() { # NAME
         [ "$process" = 0 ] || : >"$report" # for its launcher: the folder may hold a request to an earlier job
         local at_once=""
         [ "$1" != INT ] || at_once="; a second Ctrl-C ends them at once"
-        [ "$process" != 0 ] || say "stopping: the ranks save at the next step boundary$at_once" >&2
+        [ "$process" != 0 ] || say "stopping: the ranks save at the next step boundary$at_once" >&9
     else
-        say "run_train.sh: cannot create $request, so the run goes on" >&2
+        say "run_train.sh: cannot create $request, so the run goes on" >&9
     fi
 }
 
@@ -92,7 +95,8 @@ start() {
 wait_for_child() { # [WORK]
     local looks=0 pause=0.05
     while kill -0 "$child" 2>/dev/null; do
-        (trap '' TERM INT HUP USR1 USR2 && exec sleep "$pause") || true
+        # Bash would print a line if a signal kills this process in its first instructions.
+        { (trap '' TERM INT HUP USR1 USR2 && exec sleep "$pause") || true; } 2>/dev/null
         looks=$((looks + 1))
         [ "$looks" -lt 18 ] || pause=0.2
         [ -z "${1-}" ] || [ $((looks % 50)) != 18 ] || [ "$process" != 0 ] || say "$1: $SECONDS s so far" >&2

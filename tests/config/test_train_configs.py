@@ -29,7 +29,8 @@ planned = load_script("planned").planned
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "train_configs"
 # These are no runs: tests/tools/planner/test_cluster.py, tests/recipes/test_sweep.py, tests/tools/pipeline read them.
-NO_RUNS = {file for folder in ("clusters", "sweeps", "pipeline") for file in FOLDER.glob(f"{folder}/**/*.toml")}
+OF_NO_RUN = ("clusters", "ladders", "sweeps", "pipeline")
+NO_RUNS = {file for folder in OF_NO_RUN for file in FOLDER.glob(f"{folder}/**/*.toml")}
 FILES = sorted({*FOLDER.rglob("*.toml")} - NO_RUNS)
 MODELS_BY_DEFAULT = ("llama3_1b.toml", "moe_debug.toml")
 RUNS = sorted({*FOLDER.glob("*.toml")} | {*FOLDER.glob("benchmarks/*.toml")})
