@@ -32,6 +32,7 @@ def _small_blocks() -> Iterator[None]:
         mock.patch.object(checked_file, "BLOCK", 4096),
         mock.patch.object(remote_shards, "BLOCK", 4096),
         mock.patch("torchllm.data.corpus_header.BLOCK", 4096),
+        mock.patch("torchllm.tools.prepare.corpus_writer.BLOCK", 4096),
         mock.patch.object(remote_shards, "WAITS", (0.01, 0.01)),
     ):
         yield
