@@ -8,8 +8,9 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from benchmark.tools import Tables, Work, ratio_row, scratch, seconds_of
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
@@ -73,9 +74,9 @@ def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
             synchronous_seconds = save_seconds(synchronous, number, runtime)
             state = {**model_tensors(stages), **optimizer_tensors(stages, optimizer)}
             dcp_folder = folder / "dcp" / str(number)
-            dcp_save_seconds = call_seconds(partial(dcp.save, state, checkpoint_id=dcp_folder), runtime)
+            dcp_save_seconds = call_seconds(partial(save, state, checkpoint_id=dcp_folder), runtime)
             load_seconds = call_seconds(checkpointer(folder / "synchronous", asynchronous=False).resume, runtime)
-            dcp_load_seconds = call_seconds(partial(dcp.load, state, checkpoint_id=dcp_folder), runtime)
+            dcp_load_seconds = call_seconds(partial(load, state, checkpoint_id=dcp_folder), runtime)
             asynchronous_seconds = save_seconds(asynchronous, number, runtime)
             written = folder / "asynchronous" / "checkpoints" / f"step-{number:08d}"
             step_times = steps_until_written(work, asynchronous, written, runtime)
