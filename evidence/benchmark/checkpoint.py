@@ -1,5 +1,6 @@
 """benchmark checkpoint: the time that a save takes from training, save and load beside torch's."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -77,6 +78,8 @@ def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
             dcp_save_seconds = call_seconds(partial(save, state, checkpoint_id=dcp_folder), runtime)
             load_seconds = call_seconds(checkpointer(folder / "synchronous", asynchronous=False).resume, runtime)
             dcp_load_seconds = call_seconds(partial(load, state, checkpoint_id=dcp_folder), runtime)
+            if runtime.is_main:
+                shutil.rmtree(dcp_folder)
             asynchronous_seconds = save_seconds(asynchronous, number, runtime)
             written = folder / "asynchronous" / "checkpoints" / f"step-{number:08d}"
             step_times = steps_until_written(work, asynchronous, written, runtime)

@@ -37,6 +37,16 @@ class Interval(NamedTuple):
     """of the interval that has the measured loss in 90 of 100 cases, if the law holds and its errors are normal"""
 
 
+class Fit(NamedTuple):
+    """The law with the least squares above one floor."""
+
+    floor: float
+    scale: float
+    exponent: float
+    squares: float
+    """sum of the squared errors, in nats"""
+
+
 class PowerLaw:
     """The law with the least squares of errors, in nats."""
 
@@ -45,21 +55,14 @@ class PowerLaw:
         if not LEAST <= len(points) <= MOST:
             raise ValueError(f"a fit takes {LEAST} to {MOST} runs, not {len(points)}")
         compute, losses = np.array(points).T
-        self._first = compute.min()
+        self._first = float(compute.min())
         logs = np.log(compute / self._first)
         floors = np.linspace(0, losses.min(), FLOORS, endpoint=False)
-        fits = [_line(logs, np.log(losses - floor), losses - floor) for floor in floors]
-        errors = [
-            losses - floor - math.exp(start) * np.exp(-exponent * logs)
-            for floor, (start, exponent) in zip(floors, fits, strict=True)
-        ]
-        best = min(range(FLOORS), key=lambda number: float(errors[number] @ errors[number]))
-        self.floor = float(floors[best])
-        self.scale = math.exp(fits[best][0])
-        self.exponent = fits[best][1]
-        degrees = len(points) - 3
-        self._variance = float(errors[best] @ errors[best]) / degrees
-        self._quantile = STUDENT[degrees]
+        fits = [_fit_above(float(floor), logs, losses) for floor in floors]
+        self.floor, self.scale, self.exponent, squares = min(fits, key=lambda fit: fit.squares)
+        degrees_of_freedom = len(points) - 3
+        self._variance = squares / degrees_of_freedom
+        self._quantile = STUDENT[degrees_of_freedom]
         slopes = np.array([self._slopes(log) for log in logs])
         self._covariance = np.linalg.pinv(slopes.T @ slopes)
 
@@ -68,23 +71,21 @@ class PowerLaw:
 
     def _slopes(self, log: float) -> NDArray[np.float64]:
         """Return the derivatives of a loss by floor, logarithm of scale, and exponent."""
-        above = self.scale * math.exp(-self.exponent * log)
-        return np.array([1.0, above, -above * log])
+        over_floor = self.scale * math.exp(-self.exponent * log)
+        return np.array([1.0, over_floor, -over_floor * log])
 
     def predict(self, compute: float) -> Interval:
-        """Return the loss of a run with this compute, in FLOPs."""
+        """Return the loss of a run with this compute, in FLOPs. The interval is the delta method's."""
         log = math.log(compute / self._first)
         slopes = self._slopes(log)
+        loss = self.floor + self.scale * math.exp(-self.exponent * log)
         variance = self._variance * (1 + slopes @ self._covariance @ slopes)
-        return Interval(self.floor + float(slopes[1]), self._quantile * math.sqrt(variance))
+        return Interval(loss, self._quantile * math.sqrt(variance))
 
 
-class FittedLine(NamedTuple):
-    start: float
-    exponent: float
-
-
-def _line(logs: NDArray[np.float64], values: NDArray[np.float64], weights: NDArray[np.float64]) -> FittedLine:
-    """Return the line start - exponent x log through `values` with the least weighted squares."""
-    slope, start = np.polyfit(logs, values, 1, w=weights)
-    return FittedLine(float(start), float(-slope))
+def _fit_above(floor: float, logs: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
+    """Return the law above a floor: a line through the logarithms, weighted so that its errors are nats."""
+    over_floor = losses - floor
+    slope, intercept = np.polyfit(logs, np.log(over_floor), 1, w=over_floor)
+    errors = over_floor - np.exp(intercept + slope * logs)
+    return Fit(floor, math.exp(intercept), -float(slope), float(errors @ errors))

@@ -15,6 +15,7 @@ import argparse
 import csv
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,12 +23,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sweep.job import resolve_layout, run_job
+from sweep.sweep import read_study
 
 from torchllm.config import Config, Count, Natural, Positive
 from torchllm.config.errors import UserError
 from torchllm.facts.flops import flops_per_token, parameter_count
-from torchllm.tools.config.read import ConfigError, read_table
-from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.planner.search.size import amount, sized_config, with_batch
 from torchllm.tools.resources import find_config
 
@@ -77,6 +77,7 @@ class Rung(NamedTuple):
     name: str
     """as in LADDER.toml"""
     overrides: tuple[str, ...]
+    steps: int
     parameters: int
     tokens: int
     compute: float
@@ -98,11 +99,7 @@ class Measured(NamedTuple):
 def read_ladder(file: str) -> Ladder:
     """Read a ladder's TOML. SystemExit(2) after one line for everything that is wrong."""
     errors: list[str] = []
-    layer = read_files(file, errors)
-    faults: list[ConfigError] = []
-    ladder: Ladder = read_table(LadderFile, layer.table, faults).ladder
-    for fault in faults:
-        errors.append(f"{layer.origins.get(fault.path, file)}: {fault.key}: {fault.message}")
+    ladder = read_study(LadderFile, file, errors).ladder
     if not errors and not (ladder.config and (Path(file).parent / ladder.config).is_file()):
         errors.append(f"{file}: ladder.config: {ladder.config!r}: no such file in {Path(file).parent}")
     if not errors and not LEAST <= len(ladder.sizes) <= MOST:
@@ -136,7 +133,7 @@ def rung_of(size: str, ladder: Ladder, config: str) -> Rung:
     run = _resolved(config, overrides, ladder.processes)
     trained = run.training.steps * run.training.global_batch_size * run.training.sequence_length
     compute = trained * flops_per_token(run.model, length)
-    return Rung(size, overrides, parameter_count(run.model), trained, compute)
+    return Rung(size, overrides, run.training.steps, parameter_count(run.model), trained, compute)
 
 
 def _text(config: Config, section: str, key: str) -> str:
@@ -169,6 +166,16 @@ def main(arguments: list[str]) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     refuse_other_ladder(ladder, folder)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the running job is ended too
+    try:
+        run_ladder(ladder, rungs, last, config, folder)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def run_ladder(ladder: Ladder, rungs: Sequence[Rung], last: Rung, config: str, folder: Path) -> None:
+    """Train the sizes, predict the last one, train it, and write the summary."""
     points = [train_size(rung, ladder, config, folder) for rung in rungs]
     law = PowerLaw([Point(point.compute, point.loss) for point in points])
     predicted = law.predict(last.compute)
@@ -199,7 +206,10 @@ def refuse_other_ladder(ladder: Ladder, folder: Path) -> None:
 
 
 def train_size(rung: Rung, ladder: Ladder, config: str, folder: Path) -> Measured:
-    """Return the row of a size, after training it if results.csv has none. SystemExit(1) if its run fails."""
+    """Return the row of a size, after training it if results.csv has none.
+
+    SystemExit(1) if its run fails, or ends before its last step or without a validation loss.
+    """
     results = folder / "results.csv"
     for row in read_sizes(results):
         if row.size == rung.name:
@@ -213,8 +223,12 @@ def train_size(rung: Rung, ladder: Ladder, config: str, folder: Path) -> Measure
         print(f"{rung.name}: its run ended with status {status}: {log}", file=sys.stderr)
         raise SystemExit(1)
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
-    losses = [record["validation_loss"] for record in map(json.loads, lines) if "validation_loss" in record]
-    row = Measured(rung.name, rung.parameters, rung.tokens, rung.compute, losses[-1])
+    records = [record for record in map(json.loads, lines) if record["step"] == rung.steps]
+    loss = next((record["validation_loss"] for record in records if record.get("validation_loss") is not None), None)
+    if loss is None:
+        print(f"{rung.name}: no validation loss of step {rung.steps}, its last: {log}", file=sys.stderr)
+        raise SystemExit(1)
+    row = Measured(rung.name, rung.parameters, rung.tokens, rung.compute, loss)
     write_sizes(results, [*read_sizes(results), row])
     return row
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from torchllm.config import Count, Positive
 from torchllm.config.errors import UserError
@@ -35,6 +36,7 @@ from torchllm.tools.resources import find_config
 
 from .job import COLUMNS, Overrides, measure_layout, resolve_layout
 
+S = TypeVar("S")
 ResultRow = dict[str, str]
 """a row of results.csv"""
 
@@ -84,14 +86,20 @@ class SweepFile:
     sweep: Sweep = field(default_factory=Sweep)
 
 
+def read_study(schema: type[S], file: str, errors: list[str]) -> S:
+    """Read the TOML of a sweep or a ladder; add a line to `errors` for each key that is wrong."""
+    layer = read_files(file, errors)
+    faults: list[ConfigError] = []
+    study: S = read_table(schema, layer.table, faults)
+    for fault in faults:
+        errors.append(f"{layer.origins.get(fault.path, file)}: {fault.key}: {fault.message}")
+    return study
+
+
 def read_sweep(file: str) -> Sweep:
     """Read a sweep's TOML. SystemExit(2) after one line for everything that is wrong."""
     errors: list[str] = []
-    layer = read_files(file, errors)
-    faults: list[ConfigError] = []
-    sweep: Sweep = read_table(SweepFile, layer.table, faults).sweep
-    for fault in faults:
-        errors.append(f"{layer.origins.get(fault.path, file)}: {fault.key}: {fault.message}")
+    sweep = read_study(SweepFile, file, errors).sweep
     if not errors and not sweep.config:
         errors.append(f"{file}: sweep.config: required key is missing: the run's TOML, relative to this file")
     if not errors and not (Path(file).parent / sweep.config).is_file():

@@ -83,25 +83,30 @@ def test_the_prediction_is_written_before_the_last_size_is_trained(
     def run_job(arguments: list[str], processes: int, timeout: None, log: Path, launcher: str) -> int:
         folder = Path(arguments[-1].removeprefix("--run.folder="))
         started.append(folder.name)
-        if folder.name == "70K" and len(started) == 4:
+        if folder.name == "70K" and len(started) == 5:
             return 1
         assert (out / "prediction.json").exists() == (folder.name == "80K")
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         losses = {"40K": 2.0, "50K": 1.9, "60K": 1.83, "70K": 1.78, "80K": 1.7}
-        record = {"step": 9, "loss": 5.0, "validation_loss": losses[folder.name]}
-        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({"step": 10}) + "\n")
+        steps = int(next(word for word in arguments if word.startswith("--evaluate.interval=")).partition("=")[2])
+        records = [{"step": 1, "validation_loss": 9.0}, {"step": steps, "validation_loss": losses[folder.name]}]
+        if folder.name == "60K" and len(started) == 3:  # asked to stop: its exit status is 0, too
+            records.pop()
+        lines = [json.dumps(record) for record in [*records, {"step": steps}]]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
         return 0
 
     monkeypatch.setattr(ladders, "run_job", run_job)
     command = [written(tmp_path), f"--output={out}"]
-    with pytest.raises(SystemExit) as end:
-        ladders.main(command)
-    assert end.value.code == 1
-    assert "70K: its run ended with status 1" in capsys.readouterr().err
+    for message in ("60K: no validation loss of step 6, its last", "70K: its run ended with status 1"):
+        with pytest.raises(SystemExit) as end:
+            ladders.main(command)
+        assert end.value.code == 1
+        assert message in capsys.readouterr().err
     ladders.main(command)
-    assert started == ["40K", "50K", "60K", "70K", "70K", "80K"]  # what is measured is not trained again
+    assert started == ["40K", "50K", "60K", "60K", "70K", "70K", "80K"]  # what is measured is not trained again
     ladders.main(command)
-    assert len(started) == 6
+    assert len(started) == 7
     table = (out / "results.md").read_text()
     assert "| 80K |" in table
     assert "measured: 1.7000." in table

@@ -82,7 +82,7 @@ def read_piece_table(path: Path, record: FileRecord) -> PieceTable:
 def read_piece(descriptor: int, piece: StoredPiece, path: Path) -> bytes:
     """Return the bytes of a piece from an open file, verified. Raises DamagedCheckpoint, naming `path`."""
     content = read_range(descriptor, piece.offset, piece.length, path)
-    is_new = len(piece.sum) == xxhash.xxh3_128().digest_size
+    is_new = len(piece.sum) == ROW["sum"].itemsize
     if piece.sum != (xxhash.xxh3_128(content) if is_new else hashlib.sha256(content)).digest():
         raise DamagedCheckpoint(
             f"{path}: damaged: the sum of bytes {piece.offset} to {piece.offset + piece.length} is not the table's"

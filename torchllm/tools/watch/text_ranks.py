@@ -217,18 +217,17 @@ class TextRanks:
     def _answer_without_cache(
         self, prompts: Sequence[list[int]], settings: Generate, vocab: int, ends: Collection[int]
     ) -> list[list[int]]:
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         texts = [list(prompt) for prompt in prompts]
-        size = self.config.training.micro_batch_size
+        shortest_first = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        at_a_time = self.config.training.micro_batch_size * self.data_size
         try:
-            for start in range(0, len(order), size * self.data_size):
-                going = order[start : start + size * self.data_size]
-                generators = {
-                    index: torch.Generator(self.device).manual_seed(self.config.run.seed + index) for index in going
-                }
+            for start in range(0, len(texts), at_a_time):
+                going = shortest_first[start : start + at_a_time]
+                seeds = {index: self.config.run.seed + index for index in going}
+                generators = {index: torch.Generator(self.device).manual_seed(seed) for index, seed in seeds.items()}
                 for count in range(settings.tokens):
                     beat("batch")
-                    show_progress(f"{start:,} of {len(order):,} texts, {count:,} tokens of the next".format)
+                    show_progress(f"{start:,} of {len(texts):,} texts, {count:,} tokens of the next".format)
                     if should_give_up():
                         raise GivenUp
                     for index, token in self._next_ids(texts, going, settings, vocab, generators).items():
@@ -250,19 +249,21 @@ class TextRanks:
     ) -> dict[int, int]:
         """Return the id that follows each text of `going`, on all ranks, by a forward pass of all of them."""
         rows = -(-len(going) // self.data_size)
-        own = going[self.data_rank :: self.data_size]
+        of_rank = going[self.data_rank :: self.data_size]
         length = self._rounded(max(len(texts[index]) for index in going))
-        batch = self._batch([([*texts[index], 0], 1) for index in own], rows, length)  # any label, at the last id
+        scored = [([*texts[index], 0], 1) for index in of_rank]  # any label at the last id
+        batch = self._batch(scored, rows, length)
         ids = torch.zeros(len(texts), dtype=torch.int64, device=self.device)
-        with self._keeping(_logits_of_labels) as logits:
+        with self._keeping(_logits_of_labels) as logits, torch.compiler.set_stance("force_eager"):  # lengths grow
             self.loss_sum(batch)
         if logits:
-            owners = self._owners(batch, own)
+            owners = self._owners(batch, of_rank)
             of_owners = [generators[index] for index in owners.tolist()]
             ids[owners] = sample_tokens(torch.cat(logits)[:, :vocab].float(), settings, of_owners)
         if self.mesh is not None:
             dist.all_reduce(ids)  # as in `rate`
-        return {index: int(ids[index]) // self.tp for index in going}
+        sums = ids.tolist()  # of the equal ids of tp ranks
+        return {index: sums[index] // self.tp for index in going}
 
     def _answer_with_cache(
         self, prompts: Sequence[list[int]], settings: Generate, vocab: int, ends: Collection[int]

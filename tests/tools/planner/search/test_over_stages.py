@@ -10,7 +10,7 @@ from torchllm.config.errors import UserError
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.advice import within_risk
 from torchllm.tools.planner.search.layouts import Job, Layout
-from torchllm.tools.planner.search.over_stages import StageJob, layouts_over_stages, stage_jobs
+from torchllm.tools.planner.search.over_stages import StageJob, fastest_over_stages, stage_jobs
 
 SIZES = ((2, 2048, 100), (4, 512, 30))
 """sequences, tokens and steps of two stages"""
@@ -20,7 +20,8 @@ def stages_of(job: Job) -> list[StageJob]:
     stages = []
     for batch, length, steps in SIZES:
         training = Training(global_batch_size=batch, sequence_length=length)
-        stages.append(StageJob(f"of {length}", steps, within_risk(replace(job, training=training))))
+        of_stage = replace(job, training=training)
+        stages.append(StageJob(f"of {length}", steps, of_stage, within_risk(of_stage)))
     return stages
 
 
@@ -28,8 +29,8 @@ def enumerated(stages: list[StageJob]) -> dict[Layout, float]:
     """Return the seconds of each layout that all stages can have."""
     seconds = {}
     for layout in written_layouts(stages[1].job):  # a larger batch: it has all micro batches of the other
-        if all(stage.job.accepts(layout) for stage in stages):
-            predictions = [predict(stage.job.case(layout)) for stage in stages]
+        if all(stage.limited.accepts(layout) for stage in stages):
+            predictions = [predict(stage.limited.case(layout)) for stage in stages]
             if all(prediction.fits for prediction in predictions):
                 times = [stage.steps * prediction.step for stage, prediction in zip(stages, predictions, strict=True)]
                 seconds[layout] = sum(times)
@@ -44,9 +45,9 @@ def test_the_fastest_over_all_stages_is_found(seed: int) -> None:
     expected = enumerated(stages)
     if not expected:
         with pytest.raises(UserError):
-            layouts_over_stages(stages, 1)
+            fastest_over_stages(stages)
         return
-    (found,) = layouts_over_stages(stages, 1)
+    found = fastest_over_stages(stages)
     assert found.seconds == pytest.approx(expected[found.layout])
     assert found.seconds <= 1.01 * min(expected.values())  # twins are left out
 
@@ -59,8 +60,8 @@ def test_stages_have_the_steps_between_their_ends() -> None:
     )
     config = Config(data=Data(stage=stages), training=Training(steps=400, global_batch_size=8, sequence_length=2048))
     found = stage_jobs(config, random_job(1))
-    sizes = [(job.training.global_batch_size, job.training.sequence_length) for _, _, job in found]
-    assert [(key, steps) for key, steps, _ in found] == [
+    sizes = [(job.training.global_batch_size, job.training.sequence_length) for _, _, job, _ in found]
+    assert [(key, steps) for key, steps, *_ in found] == [
         ("data.stage.0", 100),
         ("data.stage.1", 50),
         ("data.stage.2", 250),
@@ -72,4 +73,4 @@ def test_a_stage_that_fits_nowhere_is_named() -> None:
     job = random_job(1)
     small = replace(job, hardware=replace(job.hardware, memory=1e8))
     with pytest.raises(UserError, match=r"^of 2048: no layout fits in the "):
-        layouts_over_stages(stages_of(small), 1)
+        fastest_over_stages(stages_of(small))

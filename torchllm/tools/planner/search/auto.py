@@ -63,12 +63,12 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
 
 def _choose_over_stages(config: C, job: Job, cluster: str, count: int) -> tuple[list[C], str]:
     """Return what `choose_layouts` does, for a run whose stages have several sizes."""
-    from torchllm.tools.planner.search.over_stages import layouts_over_stages, stage_jobs  # few runs have them
+    from torchllm.tools.planner.search.over_stages import fastest_over_stages, stage_jobs  # few runs have them
 
     if count > 1:
         raise UserError('"tune" measures steps of one size, and data.stage has several: set it to "auto"')
     stages = stage_jobs(config, job)
-    (best,) = layouts_over_stages(stages, 1)
+    best = fastest_over_stages(stages)
     chosen = job.config(config, best.layout)
     line = (
         f"{best.layout.text()}: the fastest over {len(stages)} stages that {job.gpus} ranks on {cluster} can have, "

@@ -1,6 +1,5 @@
 """Choose layouts for a run whose stages have other batch sizes or lengths ([[data.stage]]). No torch."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,7 +11,8 @@ from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.advice import within_risk
 from torchllm.tools.planner.search.explain import divides_nowhere, fits_nowhere
 from torchllm.tools.planner.search.layouts import Job, Layout
-from torchllm.tools.planner.search.search import search
+from torchllm.tools.planner.search.search import Ranked, Search, search
+from torchllm.tools.planner.validity import RISK
 
 FIRST_LOOK = 16
 """fastest layouts of each stage that are looked at first"""
@@ -25,6 +25,8 @@ class StageJob(NamedTuple):
     """data.stage.0"""
     steps: int
     job: Job
+    limited: Job
+    """with as much memory as a pick may need"""
 
 
 class StagedLayout(NamedTuple):
@@ -43,47 +45,57 @@ def stage_jobs(config: Config, job: Job) -> list[StageJob]:
     for span in spans_of(config.data, config.training):
         steps = min(span.until or config.training.steps, config.training.steps) - span.before.steps
         if steps > 0:
-            stages.append(StageJob(span.key, steps, within_risk(replace(job, training=span.training))))
+            of_stage = replace(job, training=span.training)
+            stages.append(StageJob(span.key, steps, of_stage, within_risk(of_stage)))
     return stages
 
 
-def layouts_over_stages(stages: Sequence[StageJob], count: int) -> list[StagedLayout]:
-    """Return the `count` layouts that take least time in sum and fit in every stage, the fastest first.
+def fastest_over_stages(stages: Sequence[StageJob]) -> StagedLayout:
+    """Return the layout that takes least time in sum, of those that every stage can have within the limit of risk.
 
     The fastest of each stage are looked at, then twice as many, until no other layout can be faster in sum: the
     threshold algorithm of Fagin, Lotem & Naor 2003. A search leaves out twins (`search.Search`), which may be faster by
-    a little in another stage. Raises UserError if no layout fits.
+    a little in another stage. Raises UserError if there is none.
     """
     looked_at = FIRST_LOOK
     while True:
-        fastest = []
-        for stage in stages:
-            outcome = search(stage.job, looked_at)
-            if not outcome.best:
-                reason = fits_nowhere if outcome.layouts else divides_nowhere
-                raise UserError(f"{stage.key}: {reason(stage.job, outcome)}")
-            fastest.append(outcome.best)
+        fastest = [_fastest(stage, looked_at) for stage in stages]
         layouts = dict.fromkeys(ranked.layout for found in fastest for ranked in found)
         common = [staged for layout in layouts if (staged := over_stages(stages, layout))]
-        common.sort(key=lambda staged: staged.seconds)
+        best = min(common, key=lambda staged: staged.seconds, default=None)
+        if any(len(found) < looked_at for found in fastest):  # all layouts of a stage were looked at
+            break
         least = sum(stage.steps * found[-1].prediction.step for stage, found in zip(stages, fastest, strict=True))
-        if any(len(found) < looked_at for found in fastest):  # these are all layouts of a stage
-            least = math.inf
-        if (len(common) >= count and common[count - 1].seconds <= least) or least == math.inf:
+        if best is not None and best.seconds <= least:
             break
         looked_at *= 2
-    if not common:
-        raise UserError("data.stage: no layout that fits in one stage is valid and fits in all: change their sizes")
-    return common[:count]
+    if best is None:
+        raise UserError("data.stage: no layout that one stage can have is valid and fits in all: change their sizes")
+    return best
+
+
+def _fastest(stage: StageJob, count: int) -> list[Ranked]:
+    """Return the fastest layouts of a stage alone. Raises UserError that says why there is none."""
+    found = Search(stage.limited, count).find_best().best
+    if found:
+        return found
+    outcome = search(stage.job, 1)
+    if outcome.best:
+        reason = f"a layout fits, but its risk of running out of memory is over {RISK:.0%}"
+    elif outcome.layouts:
+        reason = fits_nowhere(stage.job, outcome)
+    else:
+        reason = divides_nowhere(stage.job, outcome)
+    raise UserError(f"{stage.key}: {reason}")
 
 
 def over_stages(stages: Sequence[StageJob], layout: Layout) -> StagedLayout | None:
     """Return a layout with its predictions for all stages; None if one of them cannot have it."""
     seconds = memory = 0.0
     for stage in stages:
-        if not stage.job.accepts(layout):
+        if not stage.limited.accepts(layout):
             return None
-        prediction = predict(stage.job.case(layout))
+        prediction = predict(stage.limited.case(layout))
         if not prediction.fits:
             return None
         seconds += stage.steps * prediction.step
