@@ -146,6 +146,7 @@ WAITING: dict[str, tuple[Any, Settings, Settings]] = {
         *("optimistic", EXPERTS),
         {**EXPERTS, "parallel.dp_shard": 2, "parallel.ep": 2},
     ),
+    "parallel.expert_chunks": (2, EXPERTS, {**EXPERTS, "parallel.dp_shard": 2, "parallel.ep": 2}),
     "parallel.zero_stage": (2, {"parallel.dp_replicate": 2}, {"parallel.dp_shard": 2}),
     "parallel.keep_last_block": (False, {"parallel.dp_shard": 2, "parallel.zero_stage": 2}, {"parallel.dp_shard": 2}),
     "parallel.prefetch": (0, {"parallel.dp_shard": 2, "parallel.zero_stage": 0}, {"parallel.cp": 2}),

@@ -64,6 +64,10 @@ class CaptureReport:
 
     nodes: int
     """kernels, copies, fills and collectives of the graph"""
+    products: int
+    """products of experts among them"""
+    concurrent: int
+    """of these: a GPU may run them while rows are sent to another rank"""
     pool: float
     """memory that the graph's pool holds, GiB"""
     obstacles: dict[str, int]
@@ -115,7 +119,7 @@ def capture(config: Config, rank: int) -> CaptureReport:
     except RuntimeError as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         stopped = f"{str(error).splitlines()[0]} ({place(frames[-1])})"
-    nodes = counts.times(counts.read(), "node")
+    counted = counts.read()
     pool = torch.cuda.memory_reserved() - before
     replayed = {}
     if not stopped:
@@ -124,7 +128,15 @@ def capture(config: Config, rank: int) -> CaptureReport:
         replayed = counts.names(counts.read(), "launch")
         run.loss_sum(batches[0])
         graph.replay()
-    return CaptureReport(nodes, pool / GIB, dict(_met), replayed, stopped)
+    nodes, concurrent = counts.names(counted, "node"), counts.names(counted, "concurrent")
+    return CaptureReport(
+        sum(nodes.values()), _products(nodes), _products(concurrent), pool / GIB, dict(_met), replayed, stopped
+    )
+
+
+def _products(names: Mapping[str, int]) -> int:
+    """Return the number of grouped products among kernels."""
+    return sum(times for name, times in names.items() if "GroupProblemShape" in name)
 
 
 def capture_all(cases: Mapping[str, Arguments]) -> dict[str, Report]:

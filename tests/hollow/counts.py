@@ -12,8 +12,8 @@ class Counted(NamedTuple):
     """Everything of one kind and name since the last reset."""
 
     kind: str
-    """launch, sync, copy, memset, collective, communicator, allocation, event, wait or missing; of captures: node
-    or obstacle"""
+    """launch, sync, copy, memset, collective, communicator, allocation, event, wait or missing; of captures: node,
+    obstacle, or concurrent: a node that is not ordered before or after some rows that NCCL sends"""
     name: str
     """of the kernel (mangled), function or direction"""
     times: int
@@ -46,7 +46,11 @@ def times(counted: list[Counted], kind: str) -> int:
 def names(counted: list[Counted], kind: str) -> dict[str, int]:
     """Return how often each name of this kind occurred, the most frequent first; kernels by readable names."""
     raw = [entry for entry in counted if entry.kind == kind]
-    readable = _demangled([entry.name for entry in raw]) if kind == "launch" else [entry.name for entry in raw]
+    readable = (
+        _demangled([entry.name for entry in raw])
+        if kind in ("launch", "node", "concurrent")
+        else [entry.name for entry in raw]
+    )
     totals: Counter[str] = Counter()
     for entry, name in zip(raw, readable, strict=True):
         totals[name] += entry.times

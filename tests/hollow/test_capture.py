@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.hollow import capture
+from tests.hollow import capture, test_experts
 from tests.hollow.bed import run
 from tests.hollow.capture import capture_all, kinds, obstacles
 from tests.hollow.launches import measure_all
@@ -44,6 +44,37 @@ def test_experts_in_padded_buffers_are_captured_whole() -> None:
     names = ["experts, ep, selective, optimistic", "experts, ep, compiled, optimistic"]
     for report in capture_all({name: KINDS["experts"][name] for name in names}).values():
         assert obstacles(report) == []
+
+
+CHUNKS: dict[str, Settings] = {
+    "ep": test_experts.EP,
+    "ep, full": {**test_experts.EP, "recompute.mode": "full"},
+    "ep, compiled": {**test_experts.EP, **test_experts.COMPILED},
+    "ep over tp": {**test_experts.TP, "parallel.ep": 2},
+}
+
+
+def test_the_products_of_a_chunk_and_the_rows_of_another_are_not_ordered() -> None:
+    """By the events that streams wait for, in a captured forward and backward. In one chunk each waits for its rows.
+
+    Over tp, ep has the queue of tp: the shared experts' gather in the backward waits for the rows of all chunks.
+    """
+    cases = {}
+    for name, settings in CHUNKS.items():
+        for chunks in (1, 2):
+            keys = {**settings, "parallel.expert_dispatch": "optimistic", "parallel.expert_chunks": chunks}
+            cases[f"{name} {chunks}"] = as_arguments(test_experts.CONFIG, MODEL, keys)
+    found = {name: (report["concurrent"], report["products"]) for name, report in capture_all(cases).items()}
+    products = (
+        3 * test_experts.BLOCKS * test_experts.MICRO_BATCHES
+    )  # of a forward of one chunk; a backward has twice as many
+    expected = {}
+    for name, settings in CHUNKS.items():
+        passes = 3 + ("recompute.mode" in settings)
+        expected[f"{name} 1"] = (0, passes * products)
+        overlapped = 2 if "parallel.tp" in settings else passes
+        expected[f"{name} 2"] = (2 * overlapped * products, 2 * passes * products)
+    assert found == expected
 
 
 @pytest.mark.parametrize(

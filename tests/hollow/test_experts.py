@@ -80,6 +80,14 @@ def test_the_optimistic_dispatch_waits_once_per_step() -> None:
         assert {layout: report[column] for layout, report in reports.items() if report[column]} == {}, column
 
 
+def test_each_chunk_makes_the_host_wait_but_in_buffers() -> None:
+    keys: Settings = {**EP, "parallel.expert_chunks": 2}
+    cases = {"exact": keys, "optimistic": {**keys, "parallel.expert_dispatch": "optimistic"}}
+    reports = measure_all({name: as_arguments(CONFIG, MODEL, settings) for name, settings in cases.items()})
+    assert reports["exact"]["syncs"] == {"cudaStreamSynchronize": 2 * BLOCKS * MICRO_BATCHES}
+    assert reports["optimistic"]["syncs"] == {"cudaEventSynchronize": 1}
+
+
 QWEN = "train_configs/qwen3_30b_a3b_8gpu.toml"
 EAGER: Settings = {
     "model.layers": 8,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.parity import Settings, Trainer, build, compare, decided, reference_of, tiny, train_config, whole_gradients
 from tests.workers import run
 from torchllm.config import Config
-from torchllm.models.experts import ExpertRows, Router, Routing, SharedExperts
+from torchllm.models.experts import ExpertRows, Experts, Router, Routing, SharedExperts, in_chunks
 from torchllm.parallel import expert
 from torchllm.parallel.expert import ExchangeDispatch, routed_experts
 from torchllm.tools.dry_run.trace import even_splits
@@ -51,9 +51,12 @@ def calls_of_a_step(settings: Settings) -> list[str]:
 
     with mock.patch.multiple(expert, begin_all_to_all=noting_begin, end_all_to_all=noting_end):
         _, (stage,) = build(tiny({**EXPERTS, "model.layers": 1, "model.dense_layers": 0, **settings}))
-        (shared,) = (module for module in stage.modules() if isinstance(module, SharedExperts))
-        for name in ("gate", "up", "down"):
-            shared.get_submodule(f"{name}_proj").register_forward_hook(partial(note_product, name))
+        for shared in (module for module in stage.modules() if isinstance(module, SharedExperts)):
+            for name in ("gate", "up", "down"):
+                shared.get_submodule(f"{name}_proj").register_forward_hook(partial(note_product, name))
+        (experts,) = (module for module in stage.modules() if isinstance(module, Experts))
+        if settings.get("parallel.expert_chunks", 1) > 1:
+            experts.register_forward_hook(partial(note_product, "experts"))
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         stage(tokens, torch.arange(8).unsqueeze(0), None, tokens).backward()
     return calls
@@ -65,6 +68,34 @@ def test_the_shared_experts_compute_while_rows_are_under_way_there_and_back(sett
     forward = [*counts, "begin", "gate", "end", "begin", "up", "down", "end"]
     backward = ["begin", "down backward", "up backward", "end", "begin", "gate backward", "end"]
     assert run(calls_of_a_step, 2, settings) == [forward + backward] * 2
+
+
+def test_one_chunk_is_sent_while_the_experts_compute_another() -> None:
+    """Of each pass one chunk's way there is not overlapped, and another's way back."""
+    counts = ["begin counts", "end counts"]
+    forward = [*counts, "begin", *counts, "begin", "end", "experts", "begin", "end", "experts", "begin", "end", "end"]
+    backward = ["begin", "begin", "end", "experts backward", "begin", "end", "experts backward", "begin", "end", "end"]
+    settings = {**FSDP2, "parallel.ep": 2, "model.shared_experts": 0, "parallel.expert_chunks": 2}
+    assert run(calls_of_a_step, 2, settings) == [forward + backward] * 2
+
+
+@pytest.mark.parametrize("settings", [{"parallel.ep": 2}, {"parallel.ep": 2, "recompute.mode": "full"}])
+def test_chunks_of_other_sizes_train_the_same_model(settings: Settings) -> None:
+    """Of 32 tokens in five chunks: two have one more than the others."""
+    config = decided(tiny({**EXPERTS, **TWO, **FSDP2, **settings, "parallel.expert_chunks": 5}), ragged=True)
+    trained = run(train_config, 2, config, ragged=True)[0]
+    compare(trained, reference_of(config, ragged=True))
+
+
+def test_chunks_have_all_tokens_in_their_order() -> None:
+    tokens, experts = torch.arange(8).view(4, 2), torch.arange(4).view(4, 1)
+    routing = Routing(experts, experts.float())
+    for count in (1, 2, 3, 6):  # six chunks of four tokens: two have none
+        chunks = in_chunks(tokens, routing, count)
+        assert len(chunks) == count
+        assert torch.equal(torch.cat([tokens for tokens, _ in chunks]), tokens)
+        for of_chunk in zip(*(routing for _, routing in chunks), strict=True):
+            assert torch.equal(torch.cat(of_chunk).long(), experts)
 
 
 def dispatch_of_zeros() -> mock.Mock:

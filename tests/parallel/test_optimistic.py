@@ -77,6 +77,7 @@ def train_with_nan(settings: Settings) -> Trained | None:
         pytest.param(2, {"recompute.mode": "ffn", "model.expert_biases": True}, marks=exhaustive),
         pytest.param(2, {"parallel.zero_stage": 1, "model.mtp_depth": 1}, marks=exhaustive),
         pytest.param(2, {"training.dtype": "bfloat16"}, marks=exhaustive),
+        pytest.param(2, {"parallel.expert_chunks": 3, "recompute.mode": "full"}, marks=exhaustive),
         pytest.param(2, {**SP, "parallel.dp_shard": 1}, marks=exhaustive),
         pytest.param(2, {"parallel.dp_shard": 1, "parallel.cp": 2, **BALANCED}, marks=exhaustive),
         pytest.param(4, {**SP, "parallel.ep": 4}, marks=exhaustive),

@@ -887,11 +887,12 @@ class Parallel:
     ] = "exact"
     """with ep: exact: the host waits in each sparse block for the number of rows that a rank gets; optimistic: it does
     not, as rows travel in padded buffers; a step where they do not fit runs again without buffers"""
+    expert_chunks: Annotated[Count, Needs("parallel.ep over 1", "idle")] = 1
+    """with ep: chunks of the tokens of a block, each sent while the experts compute others"""
     sequence_parallel: Annotated[bool, Needs("parallel.tp over 1", "idle")] = False
     """with tp: also split the sequence between the matrices (norms and residuals)"""
     regather: Annotated[bool, REGATHERED] = False
-    """with sequence_parallel: keep a rank's part of the inputs of q, k, v, gate and up, and gather it again in the
-    backward"""
+    """with sequence_parallel: keep a rank's part of the inputs of products, and gather it again in the backward"""
     zero_stage: Annotated[int, Bound(at_least=-1, at_most=3), Needs("parallel.dp_shard x cp over 1", "idle")] = -1
     """3: weights are gathered for each use; 2: weights are gathered once per step, gradients reduced after each micro
     batch; 1: both once per step; 0: all weights on every rank (DDP); -1: 3, with pp 2"""

@@ -112,8 +112,8 @@ class Decoder(nn.Module):
         self.run_blocks: Callable[..., Tensor] = run_blocks
         self.is_graphed = False
         """whether a step's forward and backward are one CUDA graph: `parallel/graphs.py`"""
-        self.is_optimistic = False
-        """whether a step must run again if rows did not fit where they were sent: `parallel/optimistic.py`"""
+        self.padded_chunks = 0
+        """chunks of tokens of a sparse block that are sent in padded buffers: `parallel/optimistic.py`; 0: none"""
         self.tie_embeddings()
 
     def tie_embeddings(self) -> None:

@@ -337,13 +337,20 @@ def combine(results: Tensor, weights: Tensor) -> Tensor:
     return (results * weights.unsqueeze(-1)).sum(1).to(results.dtype)
 
 
-class SentTokens(NamedTuple):
-    """A forward pass of routed experts while its tokens are being sent."""
+class SentChunk(NamedTuple):
+    """Some tokens that are being sent."""
 
     weights: Tensor
     """weights from the router, (T, K) float32"""
     rows: Any
     """result of `Dispatch.send`"""
+
+
+class SentTokens(NamedTuple):
+    """A forward pass of routed experts while its tokens are being sent."""
+
+    chunks: list[SentChunk]
+    """all tokens, in their order"""
     shape: torch.Size
     """shape of the hidden states on this rank, (B, S, D)"""
 
@@ -352,8 +359,8 @@ class Returning(NamedTuple):
     """A forward pass of routed experts while its results are being sent back."""
 
     sent: SentTokens
-    results: Any
-    """result of `Dispatch.send_back`"""
+    results: list[Any]
+    """result of `Dispatch.send_back` of each chunk"""
 
 
 class RoutedExperts(nn.Module):
@@ -365,6 +372,8 @@ class RoutedExperts(nn.Module):
         self.experts = Experts(model)
         self.dispatch: Dispatch = LocalDispatch(model.experts)
         """replaceable: `parallel/expert.py`"""
+        self.chunks = 1
+        """number of chunks of tokens; each is sent and computed by itself, so that one is sent while others compute"""
         self.own_tokens: Callable[[Tensor], Tensor] = lambda x: x
         """replaceable: the hidden states of the tokens that this rank routes"""
         self.hidden_states: Callable[[Tensor], Tensor] = lambda out: out
@@ -375,21 +384,38 @@ class RoutedExperts(nn.Module):
     def send(self, x: Tensor) -> SentTokens:
         """Route the tokens of x (B, S, D), and send them to their experts."""
         x = self.own_tokens(x)
-        tokens = x.flatten(0, 1)
-        routing = self.router(x)
-        return SentTokens(routing.weights, self.dispatch.send(tokens, routing), x.shape)
+        return self.send_routed(x, self.router(x))
+
+    def send_routed(self, x: Tensor, routing: Routing) -> SentTokens:
+        """Send the tokens of x (B, S, D) to the experts that the router chose."""
+        chunks = in_chunks(x.flatten(0, 1), routing, self.chunks)
+        return SentTokens([SentChunk(of.weights, self.dispatch.send(tokens, of)) for tokens, of in chunks], x.shape)
 
     def compute(self, sent: SentTokens) -> Returning:
         """Run this rank's experts on the received rows, and send their results back."""
-        arrived = self.dispatch.receive(sent.rows)
-        results = self.experts(arrived.rows, arrived.ends)
-        return Returning(sent, self.dispatch.send_back(results, sent.rows))
+        results = []
+        for chunk in sent.chunks:
+            arrived = self.dispatch.receive(chunk.rows)
+            results.append(self.dispatch.send_back(self.experts(arrived.rows, arrived.ends), chunk.rows))
+        return Returning(sent, results)
 
     def finish(self, returning: Returning) -> Tensor:
         """Return the weighted sums, (B, S, D)."""
-        sent = returning.sent
-        results = self.dispatch.receive_back(returning.results, sent.rows)
-        return self.hidden_states(self.combine(results, sent.weights).view(sent.shape))
+        sums = []
+        for chunk, returned in zip(returning.sent.chunks, returning.results, strict=True):
+            sums.append(self.combine(self.dispatch.receive_back(returned, chunk.rows), chunk.weights))
+        whole = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return self.hidden_states(whole.view(returning.sent.shape))
+
+
+def in_chunks(tokens: Tensor, routing: Routing, count: int) -> list[tuple[Tensor, Routing]]:
+    """Cut tokens (T, D) and their routing into `count` chunks, whose numbers of tokens differ by one at most."""
+    if count == 1:
+        return [(tokens, routing)]
+    short, longer = divmod(len(tokens), count)
+    sizes = [short + (chunk < longer) for chunk in range(count)]
+    experts, weights = routing.experts.split(sizes), routing.weights.split(sizes)
+    return list(zip(tokens.split(sizes), map(Routing, experts, weights), strict=True))
 
 
 class Begun(NamedTuple):
@@ -414,11 +440,10 @@ class SharedExperts(SwiGLU):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token, both parts at once: (B, S, D) -> (B, S, D)."""
-        return self.end(self.begin(x))
+        return self.end(self.begin(self.all_tokens(x)))
 
     def begin(self, x: Tensor) -> Begun:
-        """Compute the first product of x (B, S, D)."""
-        x = self.all_tokens(x)
+        """Compute the first product of x (B, S, D), of `all_tokens`."""
         return Begun(x, self.gate_proj(x))
 
     def end(self, begun: Begun) -> Tensor:
@@ -456,10 +481,11 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token: (B, S, D) -> (B, S, D)."""
-        sent = self.routed.send(x)
         if self.shared is None:
-            return self.routed.finish(self.routed.compute(sent))
-        begun = self.shared.begin(x)  # overlaps with sending the tokens
+            return self.routed.finish(self.routed.compute(self.routed.send(x)))
+        tokens = self.shared.all_tokens(x)  # before they are sent: ep may have the ranks of tp, and their queue
+        sent = self.routed.send(x)
+        begun = self.shared.begin(tokens)  # overlaps with sending the tokens
         returning = self.routed.compute(sent)
         shared = self.shared.end(begun)  # overlaps with sending the results back
         return self.routed.finish(returning) + shared

@@ -34,7 +34,7 @@ SEAMS = (
     Seam("run_blocks", "Decoder", ("recompute.py",)),
     Seam("host", "OffloadedInputs", ("trace.py",)),
     Seam("is_graphed", "Decoder", ("parallelize.py",)),
-    Seam("is_optimistic", "Decoder", ("optimistic.py",)),
+    Seam("padded_chunks", "Decoder", ("optimistic.py",)),
     Seam("cross_entropy", "Head", ("tensor.py", "compile.py", "fsdp.py", "compiled_loss.py", "text_ranks.py")),
     Seam("project", "Head", ("weight_gradients.py",)),
     Seam("for_own_heads", "LatentAttention", ("latent_attention.py",)),

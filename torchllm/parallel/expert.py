@@ -7,7 +7,9 @@ shared experts are sharded as without ep.
 
 Sent, per sparse block: numbers of rows, 8 bytes per expert; each token once per expert that it uses, to that expert's
 rank; its result back; and the gradients of both. The shared experts overlap with this: the first of their three
-products with the way there, the others with the way back, and likewise in the backward.
+products with the way there, the others with the way back, and likewise in the backward. With parallel.expert_chunks
+the tokens go in chunks (Hwang et al. 2022, Tutel, arXiv 2206.03382): while one is sent, the products of
+another compute, in the forward and, in the other order, in the backward.
 
 FOOTGUN: the number of rows that a rank receives depends on the router's choices, so the host waits for the device once
 per sparse block and pass (`optimistic.py` does not). Rows are neither dropped nor padded: a rank that receives no
@@ -46,10 +48,10 @@ class Splits(NamedTuple):
         return Splits(self.received, self.sent)
 
 
-def apply_expert_parallel(stage: Decoder, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(stage: Decoder, mesh: DeviceMesh, chunks: int = 1) -> None:
     """Keep only this rank's experts in every sparse block, in place. mesh: one dimension, the ep ranks.
 
-    The number of experts must be a multiple of the ranks.
+    The number of experts must be a multiple of the ranks. chunks: `parallel.expert_chunks`.
     """
     for routed in routed_experts(stage):
         experts = routed.experts
@@ -59,6 +61,7 @@ def apply_expert_parallel(stage: Decoder, mesh: DeviceMesh) -> None:
         count = experts.gate_proj.shape[0]
         experts.local = _own_experts
         routed.dispatch = ExchangeDispatch(mesh.get_group(), count)
+        routed.chunks = chunks
 
 
 def routed_experts(stage: nn.Module) -> list[RoutedExperts]:

@@ -44,9 +44,12 @@ TILE = 16
 """a capacity is a multiple of this number of rows"""
 
 
-def apply_optimistic_dispatch(stage: Decoder) -> None:
-    """Let the sparse blocks of a stage send padded buffers, in place, after `apply_expert_parallel`."""
-    stage.is_optimistic = True
+def apply_optimistic_dispatch(stage: Decoder, chunks: int = 1) -> None:
+    """Let the sparse blocks of a stage send padded buffers, in place, after `apply_expert_parallel`.
+
+    chunks: `parallel.expert_chunks`, each of which has its own buffers.
+    """
+    stage.padded_chunks = chunks
     for routed in routed_experts(stage):
         assert isinstance(routed.dispatch, ExchangeDispatch)
         routed.dispatch = OptimisticDispatch(routed.dispatch.group, routed.dispatch.experts)
@@ -146,8 +149,8 @@ class Capacities:
                         self.dispatches[self.row_of[int(name)]] = module.dispatch
                         module.dispatch.take_most(self.nothing)
         tokens = training.micro_batch_size * training.sequence_length // (mesh.cp.size() * mesh.tp.size())
-        self.rows = tokens * model.top_k
-        """of a micro batch on a rank"""
+        self.rows = math.ceil(tokens / stages[0].padded_chunks) * model.top_k
+        """of the longest chunk of a micro batch on a rank"""
         self.ranks = mesh.ep.size()
         self.capacities = capacities(self.rows, self.ranks)
         self.bounds = torch.tensor(self.capacities, device=device)

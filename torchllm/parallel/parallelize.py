@@ -65,11 +65,11 @@ def parallelize(
         if mesh.ep is not None:
             from torchllm.parallel.expert import apply_expert_parallel
 
-            apply_expert_parallel(stage, mesh.ep)
+            apply_expert_parallel(stage, mesh.ep, parallel.expert_chunks)
             if parallel.expert_dispatch == "optimistic":
                 from torchllm.parallel.optimistic import apply_optimistic_dispatch
 
-                apply_optimistic_dispatch(stage)
+                apply_optimistic_dispatch(stage, parallel.expert_chunks)
             log_layout("expert parallel over %d ranks, %s dispatch", parallel.ep, parallel.expert_dispatch)
 
         if parallel.tp > 1:

@@ -122,7 +122,7 @@ class TrainStep:
         self.expert_balance = ExpertBalance(stages, training)
         self.capacities: Capacities | None = None
         """of the buffers of experts; None: rows are sent without padding"""
-        if stages[0].is_optimistic:
+        if stages[0].padded_chunks:
             from torchllm.parallel import optimistic  # of few runs
 
             self.capacities = optimistic.Capacities(stages, training, mesh, device)

@@ -31,6 +31,13 @@ struct CUgraphExec_st : CUgraph_st {};
 
 namespace {
 
+struct Node {
+    const void* stream;
+    Progress done; // work of each stream up to this node, itself included
+    std::string name;
+    size_t bytes;
+};
+
 struct Capture {
     unsigned long long id;
     const void* origin; // its first stream
@@ -38,6 +45,7 @@ struct Capture {
     std::thread::id thread;
     std::map<const void*, Progress> streams; // the captured ones, each with what its next work waits for
     cudaGraph_t graph;
+    std::vector<Node> nodes;
 };
 
 std::recursive_mutex mutex;
@@ -51,6 +59,24 @@ bool is_captured(const void* stream) { return current && current->streams.count(
 
 void merge(Progress& into, const Progress& from) {
     for (auto [stream, times] : from) into[stream] = std::max(into[stream], times);
+}
+
+bool comes_before(const Node& first, const Node& second) {
+    auto found = second.done.find(first.stream);
+    return found != second.done.end() && found->second >= first.done.at(first.stream);
+}
+
+constexpr size_t small_message = 4096; // bytes: the numbers of rows of the experts are sent in smaller ones
+
+// Count, of each kernel, the nodes that nothing orders before or after a large message: a GPU may run both at once.
+void count_concurrent(const std::vector<Node>& nodes) {
+    for (const Node& node : nodes) {
+        bool concurrent = std::any_of(nodes.begin(), nodes.end(), [&](const Node& other) {
+            bool sends = other.name == "ncclSend" && other.bytes > small_message;
+            return sends && !comes_before(node, other) && !comes_before(other, node);
+        });
+        if (concurrent) hollow::count("concurrent", node.name);
+    }
 }
 
 } // namespace
@@ -96,6 +122,7 @@ void work(const void* stream, const char* kind, const std::string& name, size_t 
         if (is_captured(stream)) {
             current->streams[stream][stream]++;
             current->graph->nodes++;
+            current->nodes.push_back({stream, current->streams[stream], name, bytes});
             count("node", name, bytes);
             return;
         }
@@ -129,6 +156,7 @@ EXPORTED cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* grap
         Progress& joined = current->streams[stream];
         for (auto& [other, progress] : current->streams)
             if (joined[other] < progress[other]) unjoined.push_back("cudaStreamEndCapture: a stream was not joined");
+        count_concurrent(current->nodes);
         *graph = current->graph;
         delete current;
         current = nullptr;

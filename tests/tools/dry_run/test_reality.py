@@ -71,6 +71,7 @@ LAYOUTS: dict[str, Settings] = {
         "parallel.dp_shard": 4,
         "parallel.ep": 4,
         "parallel.expert_dispatch": "optimistic",
+        "parallel.expert_chunks": 3,
         "model.experts": 8,
         "model.top_k": 2,
         "recompute.mode": "full",

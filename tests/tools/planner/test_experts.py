@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from tests.facts.test_model_sizes import load
+from tests.tools.planner.memory_layouts import peak_errors
 from tests.tools.planner.test_comms import dgx_a100, link_rate
 from torchllm.config import Config, Model, Parallel, Recompute, Training
 from torchllm.config.schema import RecomputeMode
 from torchllm.facts.flops import parameter_count
+from torchllm.facts.parts.costs import PerPass
 from torchllm.parallel import optimistic
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
@@ -27,8 +29,9 @@ from torchllm.tools.planner.experts import (
     routed_rows,
 )
 from torchllm.tools.planner.parameters import gathered_parameters, sizes_of_split
+from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.software import TORCHLLM, Software
-from torchllm.tools.planner.stage import expert_parallel
+from torchllm.tools.planner.stage import ROUTER_WAITS, expert_parallel
 
 QWEN3, GLM, MIXTRAL = load("qwen3_30b_a3b"), load("glm4.5_air"), load("mixtral_8x7b")
 
@@ -122,6 +125,49 @@ def test_shared_experts_hide_a_part_of_both_exchanges() -> None:
     assert nothing.forward - much.forward == pytest.approx(2 * hideable)
 
 
+def test_products_hide_the_exchanges_of_all_chunks_but_one() -> None:
+    """Half of the rows is sent while the others' products compute; matrices are read once per chunk."""
+    whole, halves = case(ep=64), case(ep=64, expert_chunks=2)
+    share = whole.software.constants.exposed
+    of_chunk = exchange(halves)
+    assert of_chunk == pytest.approx(exchange(whole) / 2, rel=0.01)
+    without, nothing = expert_parallel(whole, 0.0), expert_parallel(halves, 0.0)
+    waits = whole.software.constants.wait
+    assert nothing.forward - without.forward == pytest.approx(ROUTER_WAITS * waits, rel=0.05)
+    much = expert_parallel(halves, 0.0, PerPass(10 * of_chunk, 20 * of_chunk))
+    assert nothing.forward - much.forward == pytest.approx(2 * of_chunk * (1 - share))
+    assert nothing.backward - much.backward == pytest.approx(2 * of_chunk * (1 - share))
+    little = expert_parallel(halves, 0.0, PerPass(0.6 * of_chunk, 0.0))
+    assert nothing.forward - little.forward == pytest.approx(2 * 0.3 * of_chunk * (1 - share))
+
+    rows = routed_rows(QWEN3, halves.piece)
+    hardware = halves.hardware
+    one = grouped_seconds(rows._replace(chunks=1), 768, 2048, hardware)
+    assert one < grouped_seconds(rows, 768, 2048, hardware) < 2 * one
+    assert case(ep=1, expert_chunks=2).piece.chunks == 1
+
+
+def test_chunks_pay_where_rows_leave_the_node() -> None:
+    """The figures of docs/mixture_of_experts.md."""
+    for model, across, inside in ((QWEN3, 0.96, 1.02), (GLM, 0.92, 1.01)):
+        for ep, expected in ((64, across), (8, inside)):
+            one, two = (
+                predict(case(model, ep=ep, expert_chunks=chunks, expert_dispatch="optimistic")).step
+                for chunks in (1, 2)
+            )
+            assert round(two / one, 2) == expected
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dispatch", ["exact", "optimistic"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "ffn"])
+def test_chunks_hold_what_the_dry_run_says(dispatch: str, mode: RecomputeMode) -> None:
+    model = replace(GLM, layers=3, dense_layers=1)
+    for layout in ({"dp_shard": 8, "ep": 8}, {"dp_shard": 4, "tp": 2, "ep": 2, "sequence_parallel": True}):
+        errors = peak_errors(model, {**layout, "expert_chunks": 2, "expert_dispatch": dispatch}, mode)
+        assert max(map(abs, errors.values())) < 0.01, (layout, errors)
+
+
 def test_groups_are_the_innermost_ranks() -> None:
     """2 pipeline ranks x 2 replicas x 4 shards x 2 x 4 with ep 16: two groups of experts' shards per 32 ranks."""
     mesh = (2, 2, 4, 2, 4)
@@ -132,15 +178,15 @@ def test_groups_are_the_innermost_ranks() -> None:
     assert shards.on_node == 1
 
 
-@pytest.mark.parametrize("dispatch", ["exact", "optimistic"])
-def test_ep_sends_what_the_dry_run_says(dispatch: str) -> None:
+@pytest.mark.parametrize(("dispatch", "chunks"), [("exact", 1), ("optimistic", 1), ("exact", 2)])
+def test_ep_sends_what_the_dry_run_says(dispatch: str, chunks: int) -> None:
     """Two exchanges forward, and their gradients; the planner's bytes by the trace of a layout with even routing."""
     model = replace(QWEN3, layers=1, hidden=256, vocab=1024)
-    layout = case(model, dp_shard=8, ep=8, batch=8, expert_dispatch=dispatch)
+    layout = case(model, dp_shard=8, ep=8, batch=8, expert_dispatch=dispatch, expert_chunks=chunks)
     training = replace(layout.training, dtype="bfloat16")
     report = examine(Config(model=model, training=training, parallel=layout.parallel))
     rows = routed_rows(model, layout.piece).moved
-    counts = 8.0 * model.experts  # numbers of rows, which only the forward sends
+    counts = chunks * 8.0 * model.experts  # numbers of rows, which only the forward sends
     per_block = 4 * 2.0 * rows * model.hidden + counts
     (kind,) = report.kinds
     exchanged = {}

@@ -321,7 +321,7 @@ def test_every_pair_of_settings_is_drawn_and_each_technique_has_a_layout_of_its_
         used = [other.name for other in TECHNIQUES if other.is_used(prover.space.config(layout))]
         assert technique.name in used
         allowed = {technique.name, "micro_batch_size=1", "tp=2", "pp=2", "dp_shard=2", "cp=2 cp_method=ring"}
-        allowed |= {"dp_shard=2 ep=2"} if "expert_dispatch" in technique.name else set()
+        allowed |= {"dp_shard=2 ep=2"} if "parallel.expert" in str(technique.settings) else set()
         assert set(used) <= allowed, (technique.name, used)
 
 

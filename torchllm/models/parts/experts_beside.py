@@ -48,8 +48,7 @@ class NormedExperts(RoutedExperts):
         """Route the tokens of x (B, S, D), and send them to their experts, normed."""
         x = self.own_tokens(x)
         routing = self.router(x)
-        tokens = self.input_norm(x).flatten(0, 1)
-        return SentTokens(routing.weights, self.dispatch.send(tokens, routing), x.shape)
+        return self.send_routed(self.input_norm(x), routing)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted sums of the experts' results: (B, S, D) -> (B, S, D)."""

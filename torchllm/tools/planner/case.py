@@ -81,6 +81,7 @@ class Case:
             self.imbalance,
             parallel.cp > 1 and parallel.cp_method == "ring",
             PADDED if parallel.expert_dispatch == "optimistic" else 1.0,
+            parallel.expert_chunks if self.model.experts and parallel.ep > 1 else 1,
         )
 
     @property

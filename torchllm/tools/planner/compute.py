@@ -110,6 +110,8 @@ class Piece(NamedTuple):
     """whether the ranks of cp share each sequence as a ring"""
     padded: float = 1.0
     """rows of the buffers of a sparse block, divided by those in them"""
+    chunks: int = 1
+    """`parallel.expert_chunks`"""
 
     @property
     def share(self) -> RankShare:

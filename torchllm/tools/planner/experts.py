@@ -59,8 +59,13 @@ ROUTER_INPUT_BYTES = 6.0
 """bytes per element of the router's input: 16 bits read, float32 written"""
 ROUTED_KERNELS = PerPass(45.0, 60.0)
 """kernels of router and routed experts; the gradients of their weights come on top"""
+CHUNK_KERNELS = PerPass(41.0, 40.0)
+"""further kernels for each chunk but the first, the gradients of weights included; counted on the hollow GPU"""
 ROUTED_GRADIENT_KERNELS = 8.0
 """kernels of the gradients of their weights, and of adding them to the step's"""
+
+ADDED_GRADIENT_BYTES = 3 * ELEMENT_BYTES
+"""bytes per element that adding two gradients of 16 bits moves"""
 
 UNFUSED_GATE_BYTES = {"clamped_silu": 8.0}
 """bytes per feature that autograd keeps of a gate that is not compiled, in addition to both factors and the result, by
@@ -93,6 +98,13 @@ class RoutedRows(NamedTuple):
     """features of each expert that are on this rank"""
     padded: float = 1.0
     """rows of the buffers, divided by `rows`: those that are no product's"""
+    chunks: int = 1
+    """number of chunks that are sent and computed one after the other"""
+
+    @property
+    def of_chunk(self) -> "RoutedRows":
+        """The rows of one chunk."""
+        return self._replace(rows=self.rows / self.chunks, chunks=1)
 
     @property
     def moved(self) -> float:
@@ -115,17 +127,22 @@ def routed_rows(model: Model, piece: Piece) -> RoutedRows:
         return RoutedRows(piece.tokens, rows, model.experts, model.expert_width / piece.tp)
     tokens = piece.tokens / piece.tp
     rows_of_busiest = tokens * model.top_k * piece.imbalance
-    return RoutedRows(tokens, rows_of_busiest, model.experts // piece.ep, model.expert_width, piece.padded)
+    experts = model.experts // piece.ep
+    return RoutedRows(tokens, rows_of_busiest, experts, model.expert_width, piece.padded, piece.chunks)
 
 
 def grouped_seconds(
     routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float = 0.0
 ) -> float:
-    """Return the seconds of one product per expert, all in one kernel: the roofline of `matmul_seconds`.
+    """Return the seconds of one product per expert, all of a chunk in one kernel: the roofline of `matmul_seconds`.
 
     Rows are padded to tiles, and the kernel reads every expert's matrix, however few rows it has.
     float8: `Kernels.float8`.
     """
+    return routed.chunks * _chunk_seconds(routed.of_chunk, outputs, inputs, hardware, float8)
+
+
+def _chunk_seconds(routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float) -> float:
     padded_rows = routed.rows + routed.experts * TILE_ROWS / 2
     waves = padded_rows * outputs / (TILE * hardware.multiprocessors)
     operations = MULTIPLY_ADD * padded_rows * outputs * inputs
@@ -136,7 +153,18 @@ def grouped_seconds(
 def grouped_gradient_seconds(
     routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float = 0.0
 ) -> float:
-    """Return the seconds of the gradients of all experts' matrices: products over the rows of each expert."""
+    """Return the seconds of the gradients of all experts' matrices: products over the rows of each expert.
+
+    The gradients of each chunk but the first are added to those before.
+    """
+    added = ADDED_GRADIENT_BYTES * routed.experts * outputs * inputs * (routed.chunks - 1)
+    products = routed.chunks * _chunk_gradient_seconds(routed.of_chunk, outputs, inputs, hardware, float8)
+    return products + memory_seconds(added, hardware)
+
+
+def _chunk_gradient_seconds(
+    routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float
+) -> float:
     rows_per_expert = max(1.0, routed.rows / routed.experts)
     tiles = routed.experts * outputs * inputs / TILE
     waves = max(1.0, tiles / hardware.multiprocessors)
@@ -163,7 +191,8 @@ def routed_forward(model: Model, piece: Piece, kernels: Kernels, software: Softw
     matmul = 2 * gate + down  # up takes as long as gate
     matmul += _router_seconds(model, routed, hardware)
     moving = _elementwise_seconds(model, piece, kernels, software, hardware, backward=False)
-    return Seconds(matmul, elementwise=moving, kernels=ROUTED_KERNELS.forward)
+    kernels_of_chunks = (piece.chunks - 1) * CHUNK_KERNELS.forward
+    return Seconds(matmul, elementwise=moving, kernels=ROUTED_KERNELS.forward + kernels_of_chunks)
 
 
 def routed_backward(
@@ -181,7 +210,8 @@ def routed_backward(
     matmul = 2 * gate + down
     matmul += router
     moving = _elementwise_seconds(model, piece, kernels, software, hardware, backward=True)
-    inputs = Seconds(matmul, elementwise=moving, kernels=ROUTED_KERNELS.backward)
+    kernels_of_chunks = (piece.chunks - 1) * CHUNK_KERNELS.backward
+    inputs = Seconds(matmul, elementwise=moving, kernels=ROUTED_KERNELS.backward + kernels_of_chunks)
 
     gate_weights = grouped_gradient_seconds(routed, width, hidden, hardware, kernels.float8)
     down_weights = grouped_gradient_seconds(routed, hidden, width, hardware, kernels.float8)
@@ -235,7 +265,7 @@ def shared_seconds(model: Model, piece: Piece, hardware: Hardware) -> float:
 def exchange_seconds(
     model: Model, piece: Piece, mesh: Sequence[int], hardware: Hardware, sends_tokens_once: bool = False
 ) -> float:
-    """Return the seconds that the busiest rank takes to send or receive its rows once: 0 without ep.
+    """Return the seconds that the busiest rank takes to send or receive the rows of a chunk once: 0 without ep.
 
     T x K x D elements of 16 bits (GShard, arXiv 2006.16668, section 3.2), over the innermost ranks. mesh: of all ranks.
     sends_tokens_once: `Software.sends_tokens_once`.
@@ -244,7 +274,7 @@ def exchange_seconds(
         return 0.0
     routed = routed_rows(model, piece)
     group = expert_group(mesh, piece.ep, hardware)
-    row_bytes = ELEMENT_BYTES * routed.moved * model.hidden
+    row_bytes = ELEMENT_BYTES * routed.of_chunk.moved * model.hidden
     if not sends_tokens_once:
         return group.exchange(row_bytes)
     token_bytes = row_bytes / model.top_k

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchllm.config import SCHEDULES, Parallel, Recompute
+from torchllm.facts.parts.costs import NOTHING, PerPass
 from torchllm.facts.parts.registry import feed_forward
 from torchllm.tools.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.tools.planner.compute import (
@@ -61,6 +62,8 @@ class Computed(NamedTuple):
     """part of the forward: elementwise work"""
     shared: float
     """part of the forward: seconds of the products of the shared experts"""
+    routed: PerPass
+    """seconds of the products of router and routed experts, gradients of weights included"""
 
 
 class KernelCounts(NamedTuple):
@@ -119,6 +122,7 @@ def computed(case: Case) -> Computed:
         core=core,
         elementwise=elementwise_work.plus(routed_elementwise_work),
         shared=shared_seconds(model, piece, hardware),
+        routed=PerPass(routed.matmul, routed_gradients.inputs.matmul + routed_gradients.weights.matmul),
     )
 
 
@@ -134,7 +138,7 @@ def cost_of_block(case: Case, work: Computed | None = None) -> BlockCost:
 
     tp = tensor_parallel(case, work.forward.matmul, work.inputs.matmul, weights)
     cp = context_parallel(case, work.core.attention)
-    ep = expert_parallel(case, work.shared)
+    ep = expert_parallel(case, work.shared, work.routed)
     forward_without_fsdp = forward + tp.forward + ep.forward
     backward_without_fsdp = inputs + repeated + tp.backward + ep.backward
     if not splits_backward(case.parallel):
@@ -334,24 +338,28 @@ GATE_SHARE = 1 / 3
 and down (`torchllm/models/experts.py`)"""
 
 
-def expert_parallel(case: Case, shared: float) -> PassSeconds:
+def expert_parallel(case: Case, shared: float, routed: PerPass = NOTHING) -> PassSeconds:
     """Return the seconds of a block's all-to-alls over ep, forward and backward, recomputation included.
 
-    There are two per pass: rows to their experts, and results back. The shared experts compute meanwhile (`shared`
-    seconds). Both wait for the slowest rank, as the host waits for the number of rows.
+    There are two per pass and chunk: rows to their experts, and results back. The shared experts compute meanwhile
+    (`shared` seconds), and the products of other chunks (`routed` seconds of all). Each waits for the slowest rank, as
+    the host waits for the number of rows.
     """
     software, constants = case.software, case.software.constants
     exchange = exchange_seconds(case.model, case.piece, case.mesh, case.hardware, software.sends_tokens_once)
     if not exchange:
         return NO_WAIT
+    chunks, share = case.piece.chunks, constants.exposed
     gate, up_and_down = GATE_SHARE * shared, (1 - GATE_SHARE) * shared
-    there = exposed(exchange, gate, constants.exposed)
-    back = exposed(exchange, up_and_down, constants.exposed)
-    forward = there + back + ROUTER_WAITS * constants.wait
+    exchanges = exchange + (chunks - 1) * exposed(exchange, routed.forward / chunks, share)
+    there = exposed(exchanges, gate, share)
+    back = exposed(exchanges, up_and_down, share)
+    forward = there + back + chunks * ROUTER_WAITS * constants.wait
     # The gradients of a product are two products; they go the same ways in the other order.
-    gradients_there = exposed(exchange, 2 * up_and_down, constants.exposed)
-    gradients_back = exposed(exchange, 2 * gate, constants.exposed)
-    backward = gradients_there + gradients_back + ROUTER_WAITS_BACKWARD * constants.wait
+    exchanges = exchange + (chunks - 1) * exposed(exchange, routed.backward / chunks, share)
+    gradients_there = exposed(exchanges, 2 * up_and_down, share)
+    gradients_back = exposed(exchanges, 2 * gate, share)
+    backward = gradients_there + gradients_back + chunks * ROUTER_WAITS_BACKWARD * constants.wait
     backward += forward * repeated_share(case.recompute, of_ffn=1.0)
     return PassSeconds(forward, backward)
 

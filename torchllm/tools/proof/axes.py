@@ -118,6 +118,12 @@ TECHNIQUES = (
         "forward or a backward changes, and for a number that depends on all rows of the experts",
     ),
     Technique(
+        {"parallel.dp_shard": 2, "parallel.ep": 2, "parallel.expert_chunks": 2},
+        lambda config: config.parallel.expert_chunks > 1,
+        "the tokens of a block go to the experts in two chunks. Look for a number that depends on all rows of the "
+        "experts, and for state that a call of the experts changes",
+    ),
+    Technique(
         {"parallel.cp": 2, "parallel.cp_method": "ring"},
         _uses("ring"),
         "each rank has two pieces of every sequence. Look for a mean or a norm over the tokens of a sequence, for a "

@@ -49,7 +49,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "parallel.regather": (False, True),
 }
 """further settings of a layout; each drawn layout gets some of them"""
-OPTIONS_OF_EXPERTS: dict[str, tuple[Any, ...]] = {"parallel.expert_dispatch": ("exact", "optimistic")}
+OPTIONS_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "parallel.expert_dispatch": ("exact", "optimistic"),
+    "parallel.expert_chunks": (1, 2, 3),
+}
 """the same for a model with experts"""
 
 
@@ -143,7 +146,7 @@ class LayoutSpace:
                 experts, ranks = self.base.model.experts, shard * cp * tp
                 values = tuple(ep for ep in values if experts % ep == ranks % ep == 0)
                 matters = experts > 0 and len(values) > 1 and layout.get("parallel.zero_stage") != 0
-            case "parallel.expert_dispatch":
+            case "parallel.expert_dispatch" | "parallel.expert_chunks":
                 matters = layout.get("parallel.ep", 1) > 1
             case "parallel.keep_last_block":
                 matters = layout.get("parallel.zero_stage") == 3

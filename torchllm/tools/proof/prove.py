@@ -120,6 +120,7 @@ PLAIN: Settings = {
     "parallel.zero_stage": 3,
     "parallel.ep": 1,
     "parallel.expert_dispatch": "exact",
+    "parallel.expert_chunks": 1,
     "parallel.keep_last_block": True,
     "parallel.prefetch": 1,
     "parallel.regather": False,

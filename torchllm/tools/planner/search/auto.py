@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchllm.config import Config
+from torchllm.config import Config, Parallel
 from torchllm.config.errors import UserError
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster
@@ -194,7 +194,9 @@ def job_of(config: Config, world_size: int, written: Collection[str], hardware: 
         trained=config.trained,
         optimizer=config.optimizer,
         fixed=fixed,
-        expert_dispatch=config.parallel.expert_dispatch,
+        exchanges=Parallel(
+            expert_dispatch=config.parallel.expert_dispatch, expert_chunks=config.parallel.expert_chunks
+        ),
         offloads_inputs=config.recompute.offload,
     )
 

@@ -160,8 +160,8 @@ class Job:
     """the largest value of some fields of `Layout` that are searched"""
     imbalance: float = IMBALANCE
     """with experts: rows of the busiest rank's experts, divided by the average over ranks"""
-    expert_dispatch: Literal["exact", "optimistic"] = "exact"
-    """of the layouts that are searched"""
+    exchanges: Parallel = field(default_factory=Parallel)
+    """its `expert_dispatch` and `expert_chunks` are those of the layouts that are searched"""
     offloads_inputs: bool = False
     """recompute.offload, of layouts that recompute whole blocks"""
 
@@ -231,7 +231,7 @@ class Job:
         values = layout._asdict()
         del values["micro_batch_size"], values["recompute"]
         values["scatter_gather"] = self.training.sequence_length // layout.cp % layout.tp == 0
-        return replace(base or Parallel(expert_dispatch=self.expert_dispatch), **values)
+        return replace(base or self.exchanges, **values)
 
     def config(self, base: C, layout: Layout) -> C:
         """Return a run's config with this layout; other keys are taken from `base`."""
