@@ -261,8 +261,7 @@ class Model:
     ffn: Count = 1024
     """width of the feed-forward layer (F)"""
     experts: Annotated[int, Bound(at_least=0, at_most=2**15 - 1)] = 0
-    """experts (E), the feed-forward layers of each sparse block; every token uses top_k of them; 0: all blocks are
-    dense"""
+    """experts (E), feed-forward layers of each sparse block; every token uses top_k of them; 0: all blocks are dense"""
     top_k: Annotated[Count, EXPERTS] = 2
     """experts that each token uses (K)"""
     expert_ffn: Annotated[Natural, EXPERTS] = 0

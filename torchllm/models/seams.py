@@ -48,6 +48,7 @@ SEAMS = (
     Seam("gated", "Experts", ("compile.py",)),
     Seam("gated", "SwiGLU", ("compile.py",)),
     Seam("dispatch", "RoutedExperts", ("expert.py", "optimistic.py")),
+    Seam("chunks", "RoutedExperts", ("expert.py",)),
     Seam("splits", "ExchangeDispatch", ("trace.py",)),
     Seam("read", "Capacities", ("trace.py",)),
     Seam("own_tokens", "RoutedExperts", ("tensor_experts.py",)),

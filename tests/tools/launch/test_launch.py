@@ -19,6 +19,7 @@ dist.init_process_group("gloo")
 ones = torch.ones(1)
 dist.all_reduce(ones)
 assert ones == 2
+dist.destroy_process_group()  # without it gloo's threads may abort a process at its end
 """
 """a script that takes all from the environment, as of torchrun"""
 
