@@ -4,14 +4,13 @@ import glob
 import os
 import re
 
+from torchllm.config.files import is_url
+
 
 def describe_missing(path: str) -> str:
     """Return advice about a path that matches no file, as the end of an error."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path):
-        return (
-            "it is a URL, and files on this machine are read: download it. For a data set of the Hugging Face hub set "
-            'kind = "hub", and path to its id, such as "HuggingFaceFW/fineweb-edu"'
-        )
+    if is_url(path):
+        return "the storage has no object of this name, or below it"
     if "$" in path:
         return "variables in it are not replaced: write the path itself"
     if path.lstrip().startswith("[") and path.rstrip().endswith("]") and any(sign in path for sign in ",\"'"):

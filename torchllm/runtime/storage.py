@@ -40,6 +40,8 @@ def _open(url: str) -> tuple["AbstractFileSystem", str]:
     """Return the file system of a URL, and the path there. Raises StorageError, whose text goes on after the URL."""
     from fsspec import url_to_fs  # most runs need none
 
+    if url.startswith(("http://", "https://")):
+        raise StorageError("is a URL of the web, and no storage's: download the files, or name their bucket")
     try:
         # A listing must show the objects that other processes have written since the last one.
         system, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
@@ -80,12 +82,24 @@ class RemoteFolder:
 
     def exists(self, name: str) -> bool:
         """Return whether there is an object of this name."""
+        return self.entry(name) is not None
+
+    def entry(self, name: str) -> dict[str, Any] | None:
+        """Return the storage's description of an object, its "size" and fields of the protocol; None without one."""
         try:
             with self._naming("look for", name, FileNotFoundError):
-                self._system.info(self._join(name))
+                return dict(self._system.info(self._join(name)))
         except FileNotFoundError:
-            return False
-        return True
+            return None
+
+    def find(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return `entry` of all objects in a folder and below it, or of the object of this name; {} without any."""
+        try:
+            with self._naming("list", name, FileNotFoundError):
+                found: dict[str, dict[str, Any]] = self._system.find(self._join(name), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {path.removeprefix(f"{self._path}/"): entry for path, entry in found.items() if entry["type"] == "file"}
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return the bytes start <= i < end of an object, or all of it."""

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 
 from torchllm.config.files import is_url
-from torchllm.config.schema import RAW_KINDS, Config, Generate, Run, Source
+from torchllm.config.schema import IN_PLACE_KINDS, RAW_KINDS, Config, Generate, Run, Source
 from torchllm.facts.parts.part import WIDEST_HEAD, found
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import layout_problems
@@ -119,8 +119,10 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
 def _url_problem(source: Source) -> str:
     from torchllm.runtime.storage import storage_problem  # of no use to most runs
 
-    if source.kind != "tokens":
-        return 'is a URL, which only a source of kind = "tokens" reads: prepare the text, and copy the corpus there'
+    if source.kind == "hub" or "://huggingface.co/" in source.path:
+        return 'is a URL: for a data set of the hub set kind = "hub", and this to its id: "HuggingFaceFW/fineweb-edu"'
+    if source.kind in IN_PLACE_KINDS:
+        return f"is a URL, which a source of kind = {source.kind!r} does not read: download it"
     return storage_problem(source.path)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
+from torchllm.config.files import is_url
 from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_kinds import kind_of_file
 
@@ -64,6 +65,8 @@ def find_files(path: str, takes: Callable[[str], bool]) -> FoundFiles:
     takes: whether a file in a folder is taken, by its name. Files that a glob names are taken. Raises DataError if a
     folder cannot be read.
     """
+    if is_url(path):
+        return _find_objects(path, takes)
     outputs: dict[str, str] = {}
     # A path that exists is taken literally: its name may hold characters that mean something in a glob.
     if os.path.isdir(path):
@@ -78,13 +81,53 @@ def find_files(path: str, takes: Callable[[str], bool]) -> FoundFiles:
         return FoundFiles(_by_name(_each_once(inside, path), path, ""), ignored, outputs=outputs)
     if os.path.lexists(path):
         return FoundFiles([FoundFile(path, "train")])
-    parts = path.split("/")
-    first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    base, pattern = "".join(f"{part}/" for part in parts[:first]), "/".join(parts[first:])
+    base, pattern = _base_of(path)
     matches = _match(base, pattern, outputs)
     paths = [match for match in matches if not os.path.isdir(match)]
     files = _by_name(_each_once(paths, base), base, pattern)
     return FoundFiles(files, folders=len(matches) - len(paths), outputs=outputs)
+
+
+def _base_of(path: str) -> tuple[str, str]:
+    """Return the folder of a glob that has all matches, with a slash at its end, and the rest of it."""
+    parts = path.split("/")
+    first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return "".join(f"{part}/" for part in parts[:first]), "/".join(parts[first:])
+
+
+def _find_objects(url: str, takes: Callable[[str], bool]) -> FoundFiles:
+    """Return the same as `find_files` of a URL. Raises DataError if its storage fails."""
+    from torchllm.tools.prepare.remote_files import list_objects  # most sources are on this machine
+
+    objects = sorted(list_objects(url))
+    if objects == [url]:
+        return FoundFiles([FoundFile(url, "train")])
+    base, pattern = (f"{url.rstrip('/')}/", "") if objects else _base_of(url)
+    if pattern and glob.has_magic(pattern):
+        objects = sorted(list_objects(base))
+    names = [_below(file, base) for file in objects]
+    names_in: dict[str, list[str]] = {}
+    for name in names:
+        names_in.setdefault(os.path.dirname(name), []).append(os.path.basename(name))
+    kinds = {folder: _output_in(folder, inside) for folder, inside in names_in.items() if folder}
+    ignored: Counter[str] = Counter()
+    outputs: dict[str, str] = {}
+    paths = []
+    for name in names:
+        parts = name.split("/")
+        is_hidden = any(part.startswith(".") for part in parts)
+        if pattern:
+            is_read = _fits(parts, pattern.split("/")) and not (is_hidden and "**" in pattern)
+        else:
+            is_read = takes(parts[-1]) and not is_hidden
+        output = next((folder for folder, kind in kinds.items() if kind and name.startswith(f"{folder}/")), "")
+        if output and (is_read or not pattern):
+            outputs[f"{base}{output}"] = kinds[output]
+        elif is_read:
+            paths.append(f"{base}{name}")
+        elif not pattern:
+            ignored[kind_of_file(name)] += 1
+    return FoundFiles(_by_name(paths, base, pattern), ignored, outputs=outputs)
 
 
 def _by_name(paths: Sequence[str], base: str, pattern: str) -> list[FoundFile]:

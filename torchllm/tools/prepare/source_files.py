@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from torchllm.config.files import check_regular, sha256_of
+from torchllm.config.files import check_regular, is_url, sha256_of
 from torchllm.data.error import DataError
 
 SOURCE = "source.json"
@@ -20,7 +20,7 @@ class SourceFile(NamedTuple):
     size: int
     """in bytes"""
     changed_ns: int
-    """time of its last change, in nanoseconds since 1970"""
+    """time of its last change, in nanoseconds since 1970; of a URL a number of its version"""
 
 
 class ChosenFiles(NamedTuple):
@@ -31,6 +31,10 @@ class ChosenFiles(NamedTuple):
 
 def stat_file(path: str) -> SourceFile:
     """Return size and time of change of a file. Raises DataError for a FIFO or a device, which have no size."""
+    if is_url(path):
+        from torchllm.tools.prepare.remote_files import facts_of  # most sources are on this machine
+
+        return SourceFile(path, *(facts_of(path) or (0, 0)))
     try:
         status = os.stat(path)
     except OSError:
@@ -47,11 +51,12 @@ def changes_of(files: Sequence[SourceFile]) -> str:
     digest = hashlib.sha256()
     for file in files:
         with suppress(OSError):  # a dangling link
-            digest.update(f"{os.stat(file.path).st_ctime_ns}\n".encode())
+            changed = file.changed_ns if is_url(file.path) else os.stat(file.path).st_ctime_ns
+            digest.update(f"{changed}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def content_of(files: Sequence[SourceFile]) -> str:
     """Return a hash of the content of files. Raises OSError."""
-    sums = [sha256_of(file.path) for file in files]
+    sums = [str(file.changed_ns) if is_url(file.path) else sha256_of(file.path) for file in files]
     return hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
+from torchllm.config.files import is_url
 from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_form import foreign_form, is_json_array
 from torchllm.tools.prepare.record_form import RecordForm
@@ -39,6 +40,7 @@ from torchllm.tools.prepare.unpack import (
     LONGEST,
     compression_of_file,
     first_bytes,
+    open_file,
     open_unpacked,
 )
 
@@ -175,7 +177,7 @@ class _WithLines(SourceFiles):
             with open_unpacked(path) as file:
                 yield from self._records_of(part, file, LONGEST)
         else:
-            with open(path, "rb", buffering=BLOCK) as file:
+            with open_file(path, BLOCK) as file:
                 yield from self._records_of(part, file, sys.maxsize)
 
     def foreign_form(self, path: str) -> str:
@@ -470,7 +472,8 @@ class ParquetFiles(TableFiles):
         import pyarrow.parquet
 
         path = part.file.path
-        with pyarrow.parquet.ParquetFile(path, buffer_size=BLOCK) as file:
+        content = open_file(path, BLOCK) if is_url(path) else path
+        with pyarrow.parquet.ParquetFile(content, buffer_size=BLOCK) as file:
             if not (detail := self.form.wrong_column(file.schema_arrow)):
                 yield from self._records_of(part, file)
             elif part.start == 0:

@@ -6,6 +6,8 @@ A compressed file can only be read from its beginning.
 import io
 from typing import Any, BinaryIO
 
+from torchllm.config.files import is_url
+from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_form import HEAD, compression_of
 
 _BUFFER = 2**18
@@ -16,15 +18,24 @@ LONGEST = 2**27
 
 def compression_of_file(path: str) -> str:
     """Return how a file is compressed; "" if it is not. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path, _BUFFER) as file:
         return compression_of(file.read(HEAD))
+
+
+def open_file(path: str, buffering: int) -> BinaryIO:
+    """Open a file for reading, also of a URL. Raises OSError; DataError if a storage fails."""
+    if not is_url(path):
+        return open(path, "rb", buffering=buffering)
+    from torchllm.tools.prepare.remote_files import open_object  # most sources are on this machine
+
+    return open_object(path)
 
 
 def open_unpacked(path: str) -> BinaryIO:
     """Open a file for reading, a compressed one as its content: then it has no `seek`. Raises OSError."""
     compression = compression_of_file(path)
     if not compression:
-        return open(path, "rb", buffering=_BUFFER)
+        return open_file(path, _BUFFER)
     return io.BufferedReader(_Unpacked(path, compression), _BUFFER)
 
 
@@ -41,7 +52,8 @@ class _Unpacked(io.RawIOBase):
         import pyarrow
 
         self._compression = compression
-        self._stream = pyarrow.input_stream(path, compression=compression)
+        source = open_file(path, _BUFFER) if is_url(path) else path
+        self._stream = pyarrow.input_stream(source, compression=compression)
 
     def readable(self) -> bool:
         return True
@@ -50,6 +62,8 @@ class _Unpacked(io.RawIOBase):
         """Unpack the next bytes. Raises OSError if they are damaged or missing."""
         try:
             count: int = self._stream.readinto(buffer)
+        except DataError:  # of a storage
+            raise
         except (OSError, EOFError, ValueError) as error:  # pyarrow's own errors are ValueErrors
             raise OSError(f"{self._compression}, and damaged, cut off or followed by other bytes: {error}") from error
         return count
