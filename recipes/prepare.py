@@ -20,6 +20,8 @@ class Prepare:
 
     folder: FilePath = ""
     """folder to write to; each source gets a folder in it"""
+    remote: str = ""
+    """URL of a storage, as s3://bucket/tokens, that gets a copy of the finished folders, for runs to read"""
     processes: Natural = 0
     """processes that tokenize; 0: one per CPU"""
     shard_mib: NonNegative = 0.0
@@ -55,11 +57,13 @@ from torchllm.data.tokenizer import Tokenizer, describe_documents, load_tokenize
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.runtime.storage import StorageError
 from torchllm.tools.prepare.bad_records import check_not_empty
 from torchllm.tools.prepare.build import choose_split, warn_of_changes, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.counts import describe_corpus, untrained
 from torchllm.tools.prepare.plan import CorpusPlan, LoadTokenizer
+from torchllm.tools.prepare.upload import refuse_other_corpus, upload_corpus
 
 
 class Prepared(NamedTuple):
@@ -84,7 +88,11 @@ def main(config: PrepareConfig) -> None:
         for line in describe_documents(tokenizer):
             print(line)
         plans = plan_sources(config, tokenizer, root)
-    except DataError as error:
+        if config.prepare.remote:
+            for index, source in enumerate(config.data.all_sources.values()):
+                name = folder_name(index, source)
+                refuse_other_corpus(root / name, f"{config.prepare.remote.rstrip('/')}/{name}")
+    except (DataError, StorageError) as error:
         raise RefusedStart(str(error)) from error
     if config.prepare.show:
         for plan in plans.values():
@@ -97,7 +105,11 @@ def main(config: PrepareConfig) -> None:
         if key in plans:
             folder = root / folder_name(index, source)
             print_corpus(folder, prepare(plans[key], load, folder, processes, config.data.max_bad_share))
-            tables[key] = Source(kind="tokens", path=str(folder), weight=source.weight)
+            path = str(folder)
+            if config.prepare.remote:
+                path = f"{config.prepare.remote.rstrip('/')}/{folder.name}"
+                upload_corpus(folder, path)
+            tables[key] = Source(kind="tokens", path=path, weight=source.weight)
     print("\nTo train on it:\n")
     print(f"[data]\ntokenizer = {json.dumps(config.data.tokenizer)}")
     for key, table in tables.items():

@@ -427,8 +427,8 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
     # 345: heads of files that few runs import; 62: norms without weights, squared ReLU; 66: a ring, gloo, flash-attn-4
-    # 8: sums of checkpoints and corpora of format 2; 32: experts in chunks
-    assert size_of(core_files()).lines <= 24_406
+    # 8: sums of checkpoints and corpora of format 2; 32: experts in chunks; 13: objects below a name
+    assert size_of(core_files()).lines <= 24_419
     assert 5_000 < size_of(spine_files()).lines <= 6_564  # the schema says what a key needs, and what a family has
 
 

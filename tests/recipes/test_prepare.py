@@ -10,6 +10,7 @@ from tests.patience import patience
 from tests.tools.prepare.chat.families import QWEN25, TALK, write_tokenizer
 from tests.tools.prepare.test_build import documents, write_documents
 from torchllm.data.corpus import Corpus
+from torchllm.data.corpus_header import HEADER
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "prepare.py"
 
@@ -56,6 +57,29 @@ def test_it_writes_what_kind_tokens_reads_and_prints_how(folder: Path) -> None:
     assert changed.returncode == 1
     assert "holds another corpus" in changed.stderr
     assert documents(Corpus(tokens / "0-jsonl-a"), "train") == texts
+
+
+def test_a_copy_in_a_storage_is_whole_and_of_this_corpus(folder: Path) -> None:
+    """Its description comes last: a copy that was stopped is made again."""
+    bucket = f"file://{folder}/bucket"
+    options = (f"--prepare.folder={folder}/tokens", f"--prepare.remote={bucket}/", "--prepare.processes=1")
+    done = prepare(folder, *options)
+    assert done.returncode == 0, done.stderr
+    assert f'kind = "tokens"\npath = "{bucket}/0-jsonl-a"\nweight = 3.0' in done.stdout
+    here, there = folder / "tokens/0-jsonl-a", folder / "bucket/0-jsonl-a"
+    copied = {file.name: file.read_bytes() for file in there.iterdir()}
+    assert copied == {file.name: file.read_bytes() for file in here.iterdir()}
+
+    (there / HEADER).unlink()
+    shard = min(there.glob("*.bin"))
+    shard.write_bytes(b"half")
+    assert prepare(folder, *options).returncode == 0
+    assert {file.name: file.read_bytes() for file in there.iterdir()} == copied
+
+    other = prepare(folder, f"--prepare.folder={folder}/other", *options[1:], "--data.tokenizer=bytes")
+    assert (other.returncode, "holds a corpus that is not the one in" in other.stderr) == (2, True)
+    unknown = prepare(folder, options[0], "--prepare.remote=none://bucket")
+    assert (unknown.returncode, "is no URL of a storage" in unknown.stderr) == (2, True)
 
 
 def test_bad_records_stop_it_or_are_counted(folder: Path) -> None:
