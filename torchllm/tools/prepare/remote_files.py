@@ -41,7 +41,11 @@ class ObjectFacts(NamedTuple):
 def list_objects(url: str) -> dict[str, ObjectFacts]:
     """Return all objects below a URL, or the one of this name, by their URLs; {} without any. Raises DataError."""
     root, name = _split(url)
-    found = {f"{root}{path}": _facts(entry) for path, entry in _patiently(lambda: _storage(url).find(name)).items()}
+    try:
+        entries = _storage(url).find(name)
+    except StorageError as error:
+        raise DataError(str(error)) from error
+    found = {f"{root}{path}": _facts(entry) for path, entry in entries.items()}
     _known.update(found)
     _listed.update(found)
     return found
