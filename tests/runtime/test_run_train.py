@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.launched import SCRIPT, Started, children, clean, is_pause, without_signs_of_life
+from tests.patience import until
 from tests.tiny_run import DEBUG, QUIET, ROOT, SMALL, STEPS, curve, metrics
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.config.load import load_config
@@ -380,7 +381,9 @@ def test_a_node_that_waits_for_node_0_is_asked_by_a_file_of_its_own(
     (tmp_path / "run").mkdir()
     (tmp_path / "run/stop").touch()
     find = 'for word; do case $word in --stop-file=*) file=${word#*=} ;; esac; done; [ ! -e "$file" ] || exit 1'
-    run = pretended(f'{find}; while [ ! -e "$file" ]; do sleep 0.05; done; exit 3', **POD)
+    begun = tmp_path / "begun"
+    run = pretended(f'{find}; touch {begun}; while [ ! -e "$file" ]; do sleep 0.05; done; exit 3', **POD)
+    until(begun.exists)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 0
 

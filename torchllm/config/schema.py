@@ -143,8 +143,7 @@ class Run:
     collect_garbage_interval: Natural = 100
     """steps between full garbage collections of Python, on all ranks at the same step; 0: leave it to Python"""
     on_event: str = ""
-    """command that is called with the name of an event (hang, restart, nan, end) and the run folder;
-    empty: none"""
+    """command that is called with an event (hang, restart, nan, end) and the run folder; empty: none"""
     dry_run: Annotated[bool, AppliedBy("dry_run(config) instead of training")] = False
     """do not train: print the memory and the messages of each kind of rank, for any number of ranks"""
     json: Annotated[bool, Needs("run.dry_run = true")] = False
@@ -214,8 +213,7 @@ class Model:
     layers: Count = 4
     """blocks (L)"""
     pattern: Annotated[tuple[str, ...], BUILD] = ()
-    """kinds of the blocks, first to last and again from the first, e.g. ["local", "local", "global"]; empty: all blocks
-    are as [model] says"""
+    """kinds of the blocks, repeated, e.g. ["local", "local", "global"]; empty: all blocks are as [model] says"""
     kinds: Annotated[Kinds, BUILD] = field(default_factory=Kinds)
     """[model.kinds.NAME]: the keys of [model] that differ in blocks of a kind: of attention, norms, feed-forward layer
     and rotary positions; experts = 0 makes its blocks dense"""
@@ -331,8 +329,7 @@ class Model:
     """where a block's norms are; before: of the input of attention and of the feed-forward layer; after: of their
     results, before these are added to the residual stream (OLMo 2); both (Gemma 2)"""
     norm_offset: Annotated[bool, LLAMA] = False
-    """weights of RMSNorm, also for queries and keys, are added to 1: they start at 0, and weight decay pulls them
-    to 1 (Gemma)"""
+    """weights of RMSNorm are added to 1: they start at 0, and weight decay pulls the sum to 1 (Gemma)"""
     block_scale: Annotated[bool, Needs('model.norm_position = "both"')] = False
     """the output of a block is multiplied by a number, which is 1 or published, and is not trained (Gemma 4)"""
     activation: Annotated[Literal["silu", "gelu_tanh", "clamped_silu"], LLAMA] = "silu"
@@ -349,15 +346,13 @@ class Model:
     """factor of the token embeddings, rounded to training.dtype; Gemma: sqrt(hidden). The output projection does not
     have it, also with tied_embeddings"""
     residual_multiplier: Positive = 1.0
-    """factor of the results of attention and feed-forward layer, before these are added to the residual stream
-    (Granite)"""
+    """factor of the results of attention and feed-forward layer before they join the residual stream (Granite)"""
     logit_divisor: Positive = 1.0
     """the logits are divided by it (Granite)"""
     logit_softcap: NonNegative = 0.0
     """logits l become softcap * tanh(l / softcap) (Gemma 2); 0: off"""
     window: Annotated[Natural, Needs("a longer training.sequence_length or model.max_sequence_length", "idle")] = 0
-    """sliding window of attention: the number of tokens that a token sees, itself included; 0: all before it
-    (Mistral)"""
+    """sliding window of attention: tokens that a token sees, itself included; 0: all before it (Mistral)"""
     sinks: bool = False
     """each query head has a sink, a learned number that joins the denominator of the softmax, so that the weights of
     the keys sum to less than 1 (gpt-oss)"""
@@ -654,8 +649,7 @@ class MixtureStage:
     until: Natural = 0
     """last step of the stage; 0, in the last one: to the end"""
     weights: tuple[NonNegative, ...] = ()
-    """share of the training sequences of each source, in the order of data.sources; 0: none of it; empty: its
-    weight"""
+    """share of the training sequences of each source, in the order of data.sources; 0: none; empty: its weight"""
     until_tokens: Natural = 0
     """in place of until: the last step is the first after which the run has read this number of tokens"""
     global_batch_size: Natural = 0

@@ -162,7 +162,7 @@ def test_chunks_pay_where_rows_leave_the_node() -> None:
 @pytest.mark.parametrize("dispatch", ["exact", "optimistic"])
 @pytest.mark.parametrize("mode", ["none", "full", "selective", "ffn"])
 def test_chunks_hold_what_the_dry_run_says(dispatch: str, mode: RecomputeMode) -> None:
-    model = replace(GLM, layers=3, dense_layers=1)
+    model = replace(QWEN3, layers=4)
     for layout in ({"dp_shard": 8, "ep": 8}, {"dp_shard": 4, "tp": 2, "ep": 2, "sequence_parallel": True}):
         errors = peak_errors(model, {**layout, "expert_chunks": 2, "expert_dispatch": dispatch}, mode)
         assert max(map(abs, errors.values())) < 0.01, (layout, errors)
