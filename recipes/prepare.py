@@ -88,10 +88,15 @@ def main(config: PrepareConfig) -> None:
         for line in describe_documents(tokenizer):
             print(line)
         plans = plan_sources(config, tokenizer, root)
-        if config.prepare.remote:
-            for index, source in enumerate(config.data.all_sources.values()):
-                name = folder_name(index, source)
-                refuse_other_corpus(root / name, f"{config.prepare.remote.rstrip('/')}/{name}")
+        folders = {
+            key: root / folder_name(index, source)
+            for index, (key, source) in enumerate(config.data.all_sources.items())
+            if key in plans
+        }
+        remote = config.prepare.remote.rstrip("/")
+        copies = {key: f"{remote}/{folder.name}" for key, folder in folders.items() if remote}
+        for key, url in copies.items():
+            refuse_other_corpus(folders[key], url)
     except (DataError, StorageError) as error:
         raise RefusedStart(str(error)) from error
     if config.prepare.show:
@@ -99,17 +104,12 @@ def main(config: PrepareConfig) -> None:
             show(plan, tokenizer, config.prepare.show)
         return
     processes = config.prepare.processes or usable_cores()
-    tables = {}
-    for index, (key, source) in enumerate(config.data.all_sources.items()):
-        tables[key] = source
-        if key in plans:
-            folder = root / folder_name(index, source)
-            print_corpus(folder, prepare(plans[key], load, folder, processes, config.data.max_bad_share))
-            path = str(folder)
-            if config.prepare.remote:
-                path = f"{config.prepare.remote.rstrip('/')}/{folder.name}"
-                upload_corpus(folder, path)
-            tables[key] = Source(kind="tokens", path=path, weight=source.weight)
+    tables = dict(config.data.all_sources)
+    for key, folder in folders.items():
+        print_corpus(folder, prepare(plans[key], load, folder, processes, config.data.max_bad_share))
+        if key in copies:
+            upload_corpus(folder, copies[key])
+        tables[key] = Source(kind="tokens", path=copies.get(key, str(folder)), weight=tables[key].weight)
     print("\nTo train on it:\n")
     print(f"[data]\ntokenizer = {json.dumps(config.data.tokenizer)}")
     for key, table in tables.items():

@@ -133,6 +133,11 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model.experts": 5, "parallel.dp_shard": 2, "parallel.ep": 2}, None, ["parallel.ep"]),
     ({"model.experts": 8, "parallel.dp_shard": 2, "parallel.tp": 2, "parallel.ep": 8}, None, ["parallel.ep"]),
     (
+        {"model.experts": 4, "parallel.dp_shard": 2, "parallel.ep": 2, "parallel.expert_chunks": 10**6},
+        None,
+        ["parallel.expert_chunks"],
+    ),
+    (
         {"model.experts": 8, "parallel.tp": 4, "parallel.ep": 4, "training.sequence_length": 30},
         None,
         ["parallel.tp"],

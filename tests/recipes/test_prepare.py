@@ -9,8 +9,10 @@ import pytest
 from tests.patience import patience
 from tests.tools.prepare.chat.families import QWEN25, TALK, write_tokenizer
 from tests.tools.prepare.test_build import documents, write_documents
+from torchllm.config import Data
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER
+from torchllm.data.readers import corpus_folder
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "prepare.py"
 
@@ -69,6 +71,9 @@ def test_a_copy_in_a_storage_is_whole_and_of_this_corpus(folder: Path) -> None:
     here, there = folder / "tokens/0-jsonl-a", folder / "bucket/0-jsonl-a"
     copied = {file.name: file.read_bytes() for file in there.iterdir()}
     assert copied == {file.name: file.read_bytes() for file in here.iterdir()}
+
+    read = Corpus(corpus_folder(f"{bucket}/0-jsonl-a", Data(cache=str(folder / "cache"))))
+    assert documents(read, "train") == documents(Corpus(here), "train")
 
     (there / HEADER).unlink()
     shard = min(there.glob("*.bin"))

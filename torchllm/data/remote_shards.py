@@ -13,10 +13,11 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 from torchllm.data.checked_file import BLOCK, CheckedFile, CorpusFile, FindChecksums, blocks_of, damaged_blocks, has_sum
 from torchllm.data.corpus_header import HEADER, REMOTE, SHARD_TABLE, SUMS
@@ -24,6 +25,7 @@ from torchllm.data.error import DataError
 from torchllm.runtime.storage import RemoteFolder, StorageError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FREE = 0.1
 """share of the disk that stays free of blocks"""
@@ -32,7 +34,7 @@ BETWEEN_LOOKS = 64
 READ_AT_ONCE = 16
 """requests at a time, for the sequences of a step"""
 WAITS = (1.0, 5.0, 20.0, 60.0)
-"""seconds between attempts to read a block, on top of the retries of the storage's own package"""
+"""seconds between attempts to read, on top of the retries of the storage's own package"""
 
 
 def copy_description(url: str, cache: Path) -> Path:
@@ -69,9 +71,21 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @lru_cache(maxsize=64)
-def _storage_of(url: str, process: int) -> RemoteFolder:
+def storage_of(url: str, process: int) -> RemoteFolder:
     """Return the storage at a URL for a process: connections do not survive a fork."""
     return RemoteFolder(url)
+
+
+def patiently(ask: Callable[[], T], waits: Sequence[float]) -> T:
+    """Return what a storage answers; ask again after each of `waits` seconds if it fails. Raises DataError."""
+    try:
+        return ask()
+    except StorageError as error:
+        if not waits:
+            raise DataError(str(error)) from error
+        log.warning("%s; trying again in %.0f s", error, waits[0])
+        time.sleep(waits[0])
+    return patiently(ask, waits[1:])
 
 
 class RemoteFile(CheckedFile):
@@ -101,7 +115,9 @@ class RemoteFile(CheckedFile):
         except FileNotFoundError:
             content = b""
         if not self._is_right(number, content):  # missing, or damaged on this disk
-            content = self._read_remote(number, WAITS)
+            where = self.file.block(number)
+            name = self.file.path.name
+            content = patiently(lambda: storage_of(self._url, os.getpid()).read(name, where.start, where.stop), WAITS)
             if not self._is_right(number, content):
                 raise damaged_blocks(self.file, [number])
             self._keep(number, content)
@@ -110,18 +126,6 @@ class RemoteFile(CheckedFile):
     def _is_right(self, number: int, content: bytes) -> bool:
         assert self._checksums is not None  # only files that were verified whole have none
         return len(content) == len(self.file.block(number)) and has_sum(content, self._checksums.sums[number])
-
-    def _read_remote(self, number: int, waits: Sequence[float]) -> bytes:
-        """Read a block from the storage, again after each of `waits` seconds. Raises DataError."""
-        where = self.file.block(number)
-        try:
-            return _storage_of(self._url, os.getpid()).read(self.file.path.name, where.start, where.stop)
-        except StorageError as error:
-            if not waits:
-                raise DataError(str(error)) from error
-            log.warning("%s; trying again in %.0f s", error, waits[0])
-            time.sleep(waits[0])
-        return self._read_remote(number, waits[1:])
 
     def _keep(self, number: int, content: bytes) -> None:
         """Write a block into the cache. Where that fails, as on a full disk, the block is read again next time."""

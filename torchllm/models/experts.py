@@ -389,7 +389,8 @@ class RoutedExperts(nn.Module):
     def send_routed(self, x: Tensor, routing: Routing) -> SentTokens:
         """Send the tokens of x (B, S, D) to the experts that the router chose."""
         chunks = in_chunks(x.flatten(0, 1), routing, self.chunks)
-        return SentTokens([SentChunk(of.weights, self.dispatch.send(tokens, of)) for tokens, of in chunks], x.shape)
+        sent = [SentChunk(chosen.weights, self.dispatch.send(tokens, chosen)) for tokens, chosen in chunks]
+        return SentTokens(sent, x.shape)
 
     def compute(self, sent: SentTokens) -> Returning:
         """Run this rank's experts on the received rows, and send their results back."""

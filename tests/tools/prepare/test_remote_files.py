@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -169,6 +170,37 @@ def test_a_failing_storage_is_no_bad_record(name: str, tmp_path: Path) -> None:
         remote_files._range.cache_clear()
         with pytest.raises(DataError, match="503"):
             read_all(source)
+
+
+def test_a_preparation_that_a_storage_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that were finished are kept, and the corpus is the one of local files."""
+    monkeypatch.setattr(remote_files, "AHEAD", 1000)  # a file is one request
+    write_all({f"{number}.jsonl": LINES for number in range(6)}, tmp_path / "text")
+    load = partial(load_tokenizer, "bytes")
+    written = {}
+    for path in (f"file://{tmp_path}/text", str(tmp_path / "text")):
+        settings = ReaderSettings(Data(), 258, load())
+        plan = plan_corpus(Source(kind="jsonl", path=path), settings, shard_mib=len(LINES) / 2**20)
+        folder = tmp_path / f"corpus{len(written)}"
+        if not written:
+            reads = 0
+
+            def failing(*arguments: Any) -> bytes:
+                nonlocal reads
+                reads += 1
+                if reads > 3:
+                    raise StorageError("cannot read 3.jsonl: 503")
+                return ORIGINAL_READ(*arguments)
+
+            with mock.patch.object(RemoteFolder, "read", failing), pytest.raises(DataError, match="503"):
+                write_corpus(plan, load, folder)
+            finished = {file: file.stat().st_mtime_ns for file in folder.glob("*.train.bin")}
+            assert 0 < len(finished) < 6
+        write_corpus(plan, load, folder)
+        written[path] = {file.name: file.read_bytes() for file in folder.glob("*.bin")}
+    assert {file: file.stat().st_mtime_ns for file in finished} == finished
+    there, here = written.values()
+    assert there == here
 
 
 def test_an_object_that_was_replaced_is_refused(tmp_path: Path) -> None:

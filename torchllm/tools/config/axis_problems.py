@@ -131,6 +131,9 @@ def expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[Con
             message = f"{parallel.tp} does not divide the width of the shared experts, {shared}"
             yield config_error("parallel.tp", message)
     part = config.training.sequence_length // parallel.cp
+    tokens = config.training.micro_batch_size * part // parallel.tp
+    if parallel.expert_chunks > tokens:
+        yield config_error("parallel.expert_chunks", f"is over the {tokens} tokens of a micro batch that a rank has")
     if part % parallel.tp:
         yield config_error(
             "parallel.tp",

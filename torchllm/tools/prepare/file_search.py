@@ -109,7 +109,7 @@ def _find_objects(url: str, takes: Callable[[str], bool]) -> FoundFiles:
     names_in: dict[str, list[str]] = {}
     for name in names:
         names_in.setdefault(os.path.dirname(name), []).append(os.path.basename(name))
-    kinds = {folder: _output_in(folder, inside) for folder, inside in names_in.items() if folder}
+    kinds = {folder: kind for folder, inside in names_in.items() if folder and (kind := _output_in(folder, inside))}
     ignored: Counter[str] = Counter()
     outputs: dict[str, str] = {}
     paths = []
@@ -120,7 +120,8 @@ def _find_objects(url: str, takes: Callable[[str], bool]) -> FoundFiles:
             is_read = _fits(parts, pattern.split("/")) and not (is_hidden and "**" in pattern)
         else:
             is_read = takes(parts[-1]) and not is_hidden
-        output = next((folder for folder, kind in kinds.items() if kind and name.startswith(f"{folder}/")), "")
+        above = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
+        output = next((folder for folder in above if folder in kinds), "")
         if output and (is_read or not pattern):
             outputs[f"{base}{output}"] = kinds[output]
         elif is_read:

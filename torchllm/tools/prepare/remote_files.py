@@ -5,19 +5,15 @@ time of its last change: a file that is replaced while a corpus is made of it is
 """
 
 import io
-import logging
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 from torchllm.data.error import DataError
-from torchllm.data.remote_shards import WAITS
+from torchllm.data.remote_shards import WAITS, patiently, storage_of
 from torchllm.runtime.storage import RemoteFolder, StorageError
-
-log = logging.getLogger(__name__)
 
 AHEAD = 2**23
 """bytes of a request"""
@@ -25,8 +21,6 @@ KEPT = 4
 """ranges in memory: a file is opened more than once to find out what it is"""
 TAGS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime", "created")
 """fields of a listing that change with an object's content, in the order of preference; each protocol has some"""
-
-T = TypeVar("T")
 
 
 class ObjectFacts(NamedTuple):
@@ -59,7 +53,7 @@ def facts_of(url: str) -> ObjectFacts | None:
     if url in _listed:
         _listed.remove(url)
         return _known[url]
-    entry = _patiently(lambda: _storage(url).entry(_split(url)[1]))
+    entry = patiently(lambda: _storage(url).entry(_split(url)[1]), WAITS)
     if entry is None:
         return None
     _known[url] = _facts(entry)
@@ -117,7 +111,7 @@ class _Object(io.RawIOBase):
 def _range(url: str, facts: ObjectFacts, number: int, process: int) -> bytes:
     """Return a range of `AHEAD` bytes of an object, a shorter one at its end. Raises DataError."""
     start, stop = number * AHEAD, min((number + 1) * AHEAD, facts.size)
-    content = _patiently(lambda: _storage(url).read(_split(url)[1], start, stop))
+    content = patiently(lambda: _storage(url).read(_split(url)[1], start, stop), WAITS)
     if len(content) != stop - start:
         raise DataError(f"{url} was changed while it was read: start again")
     return content
@@ -133,31 +127,11 @@ def _split(url: str) -> tuple[str, str]:
 def _storage(url: str) -> RemoteFolder:
     """Return the bucket of a URL. Raises DataError if its protocol is not known here."""
     try:
-        return _storage_of(_split(url)[0], os.getpid())
+        return storage_of(_split(url)[0], os.getpid())
     except StorageError as error:
         raise DataError(str(error)) from error
-
-
-@lru_cache(maxsize=8)
-def _storage_of(bucket: str, process: int) -> RemoteFolder:
-    """Return a bucket for a process: connections do not survive a fork."""
-    return RemoteFolder(bucket)
 
 
 def _facts(entry: Mapping[str, Any]) -> ObjectFacts:
     tag = next((str(entry[name]) for name in TAGS if entry.get(name)), "")
     return ObjectFacts(int(entry["size"]), int.from_bytes(sha256(tag.encode()).digest()[:7]))
-
-
-def _patiently(ask: Callable[[], T]) -> T:
-    """Return what the storage answers; ask again after each of `WAITS` seconds if it fails. Raises DataError."""
-    for wait in WAITS:
-        try:
-            return ask()
-        except StorageError as error:
-            log.warning("%s; trying again in %.0f s", error, wait)
-            time.sleep(wait)
-    try:
-        return ask()
-    except StorageError as error:
-        raise DataError(str(error)) from error

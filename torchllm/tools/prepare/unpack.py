@@ -18,7 +18,7 @@ LONGEST = 2**27
 
 def compression_of_file(path: str) -> str:
     """Return how a file is compressed; "" if it is not. Raises OSError."""
-    with open_file(path, _BUFFER) as file:
+    with open_file(path, 0) as file:
         return compression_of(file.read(HEAD))
 
 
