@@ -26,7 +26,7 @@ TOOLS = [
     *("tools.resources", "tools.config", "tools.planner", "tools.iterable", "tools.mesh_axes", "tools.torch_names"),
     "tools.continue_texts",
     *("tools.launch", "tools.prepare", "tools.hub", "tools.dry_run", "tools.watch", "tools.adapt", "tools.proof"),
-    *("tools.front", "tools.generate", "tools.pipeline"),
+    *("tools.front", "tools.generate"),
 ]
 """They stand on the core, which imports none of them; each also imports only those above it."""
 ROOMS = [*CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]

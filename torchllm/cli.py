@@ -46,7 +46,7 @@ usage: torchllm COMMAND [ARGUMENTS]
       Run another recipe in one process: {recipes}.
 
 A path train_configs/... that does not exist here is read from {home}.
-`base = "models/NAME.toml"` in a config of your own is looked up beside it, then there.
+`base = "models/NAME.toml"` in a config of your own is looked up next to it, then there.
 `torchllm train --help` and `torchllm RECIPE --help` list the options.
 """
 

@@ -623,7 +623,7 @@ class Source:
     """stdlib: Python's own source code; tokens: shards from recipes/prepare.py; megatron, llmc, nanogpt and mds: token
     files of other programs, read in place; synthetic: random tokens"""
     path: Annotated[FilePath, OfKinds(("text", "tokens", *TABLES, *IN_PLACE_KINDS))] = ""
-    """file, folder, glob or hub id, depending on kind; a folder is all files in it; of text and tokens also s3://..."""
+    """file, folder, glob or hub id, depending on kind; a folder is all files in it; texts and tokens also s3://..."""
     text_key: Annotated[str, OfKinds((*TABLES, "mds"))] = "text"
     """key or column with the text, or with token ids (mds: if several columns are arrays)"""
     messages_key: Annotated[str, OfKinds(TABLES)] = ""

@@ -81,6 +81,10 @@ LACKS = {
         ["--data.sources.0.kind=text", "--data.sources.0.path=word.txt"],
         "--data.sources.0.path: no file matches 'word.txt' (kind 'text')",
     ),
+    "a URL of the web": Lack(
+        ["--data.sources.0.kind=text", "--data.sources.0.path=https://host/a.txt"],
+        "--data.sources.0.path: 'https://host/a.txt' is a URL of the web, and no storage's",
+    ),
     "JSON lines": Lack(
         ["--data.sources.0.kind=jsonl", "--data.sources.0.path=a.parquet"],
         "--data.sources.0.path: a.parquet:1: broken JSON (Expecting value: line 1 column 1 (char 0)); by its name the "

@@ -116,7 +116,8 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def _url_problem(source: Source) -> str:
+def url_problem(source: Source) -> str:
+    """Return why the URL of a source cannot be read; "" if it may be."""
     from torchllm.runtime.storage import storage_problem  # of no use to most runs
 
     if source.kind == "hub" or "://huggingface.co/" in source.path:
@@ -133,7 +134,7 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
         needs_path = source.kind not in ("stdlib", "synthetic")
         if needs_path and not source.path:
             yield config_error(f"{key}.path", f"a source of kind {source.kind!r} needs a path")
-        if is_url(source.path) and (problem := _url_problem(source)):
+        if is_url(source.path) and (problem := url_problem(source)):
             yield config_error(f"{key}.path", f"{source.path!r} {problem}")
         if source.max_epochs and key.startswith("data.validation"):
             yield config_error(f"{key}.max_epochs", "limits training, and this source is evaluated on: leave it out")

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, NoReturn
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders, step_of
 from torchllm.config import Config, Source
 from torchllm.config.errors import UserError
-from torchllm.config.files import cache_root
+from torchllm.config.files import cache_root, is_url
 from torchllm.config.schema import IN_PLACE_KINDS
 from torchllm.data.error import DataError
+from torchllm.tools.config.checks import url_problem
 from torchllm.tools.config.read import ConfigError, config_error
 from torchllm.tools.launch.compiler import count_gpus
 
@@ -418,6 +419,7 @@ class _DataInspector:
         """Yield the sources of text or of its tokens, with their keys; a missing path is an error already."""
         for key, source in self.data.all_sources.items():
             is_wrong = any(wrong.startswith(f"{key}.") for wrong in self.wrong)
+            is_wrong |= is_url(source.path) and url_problem(source) != ""
             if (source.path or source.kind == "stdlib") and not is_wrong:
                 yield key, source
 
