@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,24 @@ def test_training_goes_on_while_storage_fails(tmp_path: Path, outage: Outage, ca
     assert steps_in(tmp_path / "copies") == [2, 1]
 
 
+def test_a_copy_that_was_interrupted_is_made_when_the_run_goes_on(tmp_path: Path, outage: Outage) -> None:
+    saving = checkpoints(tmp_path, 1.0)
+    saving.save(1, {})
+    saving.close()
+    assert steps_in(tmp_path / "copies") == []
+    outage.is_on = False
+    checkpoints(tmp_path).close()  # a run that loads nothing copies nothing
+    assert steps_in(tmp_path / "copies") == []
+    later = checkpoints(tmp_path)
+    assert later.resume() is not None
+    later.close()
+    assert steps_in(tmp_path / "copies") == [1]
+    with mock.patch.object(RemoteFolder, "upload", side_effect=AssertionError):  # what is whole is not copied again
+        last = checkpoints(tmp_path)
+        assert last.resume() is not None
+        last.close()
+
+
 def test_a_folder_that_is_deleted_first_is_not_copied(tmp_path: Path, outage: Outage) -> None:
     saving = checkpoints(tmp_path, keep=1)
     for step in range(1, 5):
@@ -336,6 +355,59 @@ def test_ranks_share_the_files(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     loaded = workers.run(_save_and_lose, 2, str(tmp_path), False)
     assert sorted(name for names_of_rank in loaded for name in names_of_rank) == names
+
+
+def _save_over_an_older_attempt(folder: str, fails: bool) -> None:
+    """Save where an attempt that was killed has copied files of the same names and sizes; rank 1 cannot copy."""
+    failing = mock.patch.object(RemoteFolder, "upload", side_effect=StorageError("cannot write X: 503"))
+    with (
+        mock.patch.object(remote, "RemoteCopies", partial(remote.RemoteCopies, **FAST)),
+        failing if fails and dist.get_rank() == 1 else nullcontext(),
+    ):
+        saving = checkpoints(Path(folder), 2.0 if fails else 1.0, group=dist.group.WORLD)
+        saving.save(3, {})
+        saving.close()
+
+
+def test_files_of_an_older_attempt_are_not_taken_for_a_ranks_share(tmp_path: Path) -> None:
+    workers.run(_save_over_an_older_attempt, 2, str(tmp_path), False)
+    assert steps_in(tmp_path / "copies") == [3]
+    (tmp_path / "copies/step-00000003" / MANIFEST).unlink()  # as if it had been killed before
+    shutil.rmtree(tmp_path / "run")
+    workers.run(_save_over_an_older_attempt, 2, str(tmp_path), True)
+    assert steps_in(tmp_path / "copies") == []
+
+
+def _beats_while_rank_1_copies(folder: str, save: bool) -> int:
+    """Save or resume on two ranks, rank 1 slowly; return the heartbeats of this rank meanwhile."""
+    name = "upload" if save else "download"
+    copy: Callable[..., None] = getattr(RemoteFolder, name)
+
+    def slow(self: RemoteFolder, first: Any, second: Any) -> None:
+        time.sleep(0.2 * dist.get_rank())
+        copy(self, first, second)
+
+    with (
+        mock.patch.object(remote, "RemoteCopies", partial(remote.RemoteCopies, **FAST)),
+        mock.patch.object(remote, "LOOK", 0.01),
+        mock.patch.object(RemoteFolder, name, slow),
+        mock.patch.object(remote, "beat") as beat,
+    ):
+        saving = checkpoints(Path(folder), group=dist.group.WORLD)
+        if save:
+            saving.save(3, {})
+        else:
+            assert saving.resume() is not None
+        saving.close()
+    return beat.call_count
+
+
+def test_a_rank_that_waits_for_copies_is_not_stuck(tmp_path: Path) -> None:
+    for save in (True, False):
+        beats = workers.run(_beats_while_rank_1_copies, 2, str(tmp_path), save)
+        assert min(beats) >= 1
+        assert beats[0] == beats[1]
+        shutil.rmtree(tmp_path / "run")
 
 
 @pytest.mark.exhaustive

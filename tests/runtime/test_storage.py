@@ -37,8 +37,8 @@ def test_objects(url: str, tmp_path: Path) -> None:
     assert (tmp_path / "copy").read_bytes() == b"012345"
     storage.delete("step/a")
     storage.delete("step/a")
-    storage.delete_folder("step", first="b")
-    storage.delete_folder("step", first="b")
+    storage.delete_folder("step")
+    storage.delete_folder("step")
     assert storage.sizes("step") == {}
 
 

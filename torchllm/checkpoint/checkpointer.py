@@ -175,6 +175,7 @@ class Checkpointer:
             self._group, folder, self._stages, self._optimizer, random, extra
         )
         self._history.is_whole[folder] = True
+        self._copies.loaded(folder)
         return manifest
 
     @during("save")

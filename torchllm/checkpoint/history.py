@@ -122,6 +122,9 @@ class Copies:
     def fetch(self, folder: Path) -> None:
         """Copy a step folder of `folders` here if it is not here yet. Raises CheckpointError if it cannot be read."""
 
+    def loaded(self, folder: Path) -> None:
+        """Copy a step folder that a run has loaded, if a copy of it was interrupted."""
+
     def add(self, folder: Path) -> None:
         """Copy a published step folder, in the background."""
 

@@ -1,17 +1,22 @@
 """Copies of a run's checkpoints in object storage (`checkpoint.remote`), made in the background.
 
-    URL/step-00000100/...      the files of the step folder; its manifest is written last, so a copy is whole or none
-    URL/owner/000001           who copies to this URL: see `remote_owner.py`
+    URL/step-00000100/...          the files of the step folder; its manifest is last, so a copy is whole or none
+    URL/step-00000100/shares/...   a name for each rank that has copied its share, until the manifest is there
+    URL/owner/000001               who copies to this URL: see `remote_owner.py`
 
-All ranks copy, each its share of the files, and exchange no message: rank 0 looks until the sizes of all files are
-right, and then writes the manifest. A failed copy is tried again while the folder is here; training goes on, and the
-failure is logged. A run whose folder lacks the newest step copies it back, each rank its share; it is verified as it is
-loaded, like any checkpoint.
+All ranks copy, each its share of the files, and exchange no message: rank 0 looks until the names of all ranks are
+there, and then writes the manifest. The names have the manifest's hash, since files of an earlier attempt may be there:
+a step that was saved again has other files of the same sizes. A failed copy is tried again while the folder is here;
+training goes on, and the failure is logged. A run whose folder lacks the newest step copies it back, each rank its
+share; it is verified as it is loaded, like any checkpoint.
 """
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,6 +27,7 @@ from torchllm.checkpoint.agreement import Group, any_rank, log_on_first, on_all,
 from torchllm.checkpoint.history import Copies, folders_to_delete
 from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError, DamagedCheckpoint, Manifest
 from torchllm.checkpoint.remote_owner import TIMING, NotOwner, OwnerTiming, RemoteOwner, refuse_followed
+from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.storage import RemoteFolder, StorageError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +35,10 @@ logger = logging.getLogger(__name__)
 MARKS = (PROVEN, SUSPECT)
 MOST = 3
 """copies that a start looks at, from the newest on: a request or two each"""
+SHARES = "shares"
+"""folder in a copy: the ranks that have copied their share"""
+LOOK = 5.0
+"""seconds between two looks of the main thread at the copying of all ranks"""
 
 
 class Incomplete(Exception):
@@ -73,6 +83,10 @@ class RemoteCopies(Copies):
 
         self._refuse_followed = partial(refuse_followed, self._storage, on_first(group, take))
         self._closing = threading.Event()
+        self._files = 0
+        """files that this rank has copied, in either direction"""
+        self._fetched: set[Path] = set()
+        """step folders that were copied here"""
         self._marked: set[Path] = set()
         """marks that have been copied"""
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -120,14 +134,37 @@ class RemoteCopies(Copies):
             for name in self._share(sorted(manifest.files)):
                 self._storage.download(f"{folder.name}/{name}", temporary / name)
                 manifests.sync(temporary / name)
+                self._files += 1
 
         def publish() -> None:
             if self._storage.exists(f"{folder.name}/{PROVEN}"):
                 self._storage.download(f"{folder.name}/{PROVEN}", temporary / PROVEN)
             manifests.publish(temporary, folder, manifest)
 
-        on_all(self._group, copy)
+        with ThreadPoolExecutor(1) as thread:
+            copied = thread.submit(copy)
+            self._wait_for_all_ranks(copied.done, lambda seconds: wait_for([copied], seconds))
+        on_all(self._group, copied.result)
         on_first(self._group, publish)
+        self._fetched.add(folder)
+
+    def loaded(self, folder: Path) -> None:
+        is_here = folder.parent == self._root and folder not in self._fetched
+        if is_here and not on_first(self._group, partial(self._is_copied, folder)):
+            self.add(folder)
+
+    def _wait_for_all_ranks(self, is_done: Callable[[], bool], wait: Callable[[float], object]) -> None:
+        """Wait until the copying of every rank is done. Sends a heartbeat for each file that a rank has copied.
+
+        So a timeout is the time for a file, however many there are.
+        """
+        seen = self._files
+        while any_rank(self._group, not is_done()):
+            wait(LOOK)
+            copied = self._files
+            if any_rank(self._group, copied > seen):
+                beat("copies")
+            seen = copied
 
     def _manifest_of(self, folder: Path) -> Manifest:
         path = f"{folder.name}/{MANIFEST}"
@@ -148,8 +185,7 @@ class RemoteCopies(Copies):
     def close(self) -> None:
         self._closing.set()  # every rank still tries each file once
         self._jobs.put(None)
-        self._thread.join()
-        any_rank(self._group, False)  # a barrier: now all files that could be copied are there
+        self._wait_for_all_ranks(lambda: not self._thread.is_alive(), self._thread.join)
         if self._owner is not None:
             for folder in manifests.step_folders(self._root)[:1]:
                 if not self._until_done(folder, partial(self._complete, folder)):
@@ -163,12 +199,34 @@ class RemoteCopies(Copies):
             names = sorted(manifests.read_manifest(folder).files)
         except CheckpointError:
             return  # deleted by now
-        steps = [partial(self._storage.upload, folder / name, f"{folder.name}/{name}") for name in self._share(names)]
+        steps = [partial(self._copy_share, folder, list(self._share(names)))]
         if self._owner is not None:
             steps = [partial(self._make_way, folder), *steps, partial(self._complete, folder)]
         steps.insert(0, self._refuse_followed)  # or this rank would write over the files of a run that has followed
         if all(self._until_done(folder, step) for step in steps):
             self._copy_marks()
+
+    def _copy_share(self, folder: Path, left: list[str]) -> None:
+        """Copy this rank's share of a step folder, and tell rank 0. left: its files; a call after a failure goes on."""
+        done = f"{folder.name}/{SHARES}/{self._share_names(folder)[rank_of(self._group)]}"
+        if self._storage.exists(done):  # by a run that was killed before the copy was whole
+            return
+        while left:
+            self._storage.upload(folder / left[0], f"{folder.name}/{left[0]}")
+            left.pop(0)
+            self._files += 1
+        self._storage.put(done, b"")
+
+    def _share_names(self, folder: Path) -> list[str]:
+        """Return the name of each rank's share: another one for other files, or if they are shared otherwise."""
+        content = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]
+        ranks = size_of(self._group)
+        return [f"{content}-{rank}-of-{ranks}" for rank in range(ranks)]
+
+    def _is_copied(self, folder: Path) -> bool:
+        """Return whether there is a whole copy of this step folder, and not of one that it has replaced."""
+        name = f"{folder.name}/{MANIFEST}"
+        return self._storage.exists(name) and self._storage.read(name) == (folder / MANIFEST).read_bytes()
 
     def _make_way(self, folder: Path) -> None:
         """Take the manifest, first, and the marks from an older copy of a step that was saved again."""
@@ -181,13 +239,11 @@ class RemoteCopies(Copies):
     def _complete(self, folder: Path) -> None:
         """Write the manifest of a copy, and delete old copies. Raises Incomplete while other ranks are copying."""
         self._refuse_followed()
-        there = self._storage.sizes(folder.name)
-        files = manifests.read_manifest(folder).files
-        missing = [name for name, record in files.items() if there.get(name) != record.size]
-        if missing:
-            raise Incomplete(f"{len(missing)} of {len(files)} files are not there yet")
-        if MANIFEST not in there:
+        if not self._is_copied(folder):
+            if not self._storage.sizes(f"{folder.name}/{SHARES}").keys() >= set(self._share_names(folder)):
+                raise Incomplete
             self._storage.put(f"{folder.name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
+            self._storage.delete_folder(f"{folder.name}/{SHARES}")
             logger.info("copied %s to %s", folder.name, self._storage.url)
         self._delete_old()
 
@@ -205,7 +261,8 @@ class RemoteCopies(Copies):
             if not has_proven and self._storage.exists(f"{step}/{PROVEN}"):
                 has_proven = True  # the newest of them stays
                 continue
-            self._storage.delete_folder(step.name, first=MANIFEST)
+            self._storage.delete(f"{step}/{MANIFEST}")  # first: without it the others count for nothing
+            self._storage.delete_folder(step.name)
 
     def _copy_marks(self) -> None:
         if self._owner is None:

@@ -149,9 +149,8 @@ class RemoteFolder:
         with suppress(FileNotFoundError), self._naming("delete", name, FileNotFoundError):
             self._system.rm_file(self._join(name))
 
-    def delete_folder(self, folder: str, first: str) -> None:
-        """Delete the objects in a folder, beginning with `first`, without which the others count for nothing."""
-        self.delete(f"{folder}/{first}")
+    def delete_folder(self, folder: str) -> None:
+        """Delete the objects in a folder and below it, in no order; it may have gone already."""
         with suppress(FileNotFoundError), self._naming("delete", folder, FileNotFoundError):
             self._system.rm(self._join(folder), recursive=True)
 
