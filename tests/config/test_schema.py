@@ -102,6 +102,10 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({**ROWWISE, "model.hidden": 264, "model.head_dim": 32}, None, ["float8.recipe"]),
     ({**ROWWISE, "model.kv_heads": 4, "model.head_dim": 12, "parallel.tp": 4}, None, ["float8.recipe"] * 2),
     ({**ROWWISE, "model.kv_heads": 4, "parallel.tp": 4}, None, []),
+    ({**ROWWISE, "model.attention_gate": "head"}, None, ["float8.recipe"]),  # of 8 heads
+    ({**ROWWISE, **DELTA}, None, ["float8.recipe"] * 2),  # decay and step size of each head
+    ({**ROWWISE, **DELTA, "model.delta_value_heads": 32}, None, []),
+    ({**ROWWISE, **DELTA, "model.delta_value_heads": 32, "parallel.tp": 4}, None, ["float8.recipe"] * 2),
     ({**ROWWISE, "training.sequence_length": 24}, None, ["training.micro_batch_size"]),
     ({**ROWWISE, "training.sequence_length": 24, "training.micro_batch_size": 2}, None, []),
     ({"float8.recipe": "rowwise_with_gw_hp", "training.sequence_length": 24}, None, []),

@@ -160,6 +160,13 @@ def test_flash_without_its_package_says_what_to_do(monkeypatch: pytest.MonkeyPat
         Attention(Model(attention="flash"))
 
 
+def test_the_operations_of_a_package_are_saved_by_selective_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: set[Any] = set()
+    monkeypatch.setattr(attention_cores, "ATTENTION_OPERATIONS", saved)
+    attention_cores._save_results_of("flash_attn::of_another_version", "torchllm::document_attention")
+    assert saved == {torch.ops.torchllm.document_attention.default}
+
+
 def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package needs a GPU; what is ours is how it is called: (B, S, H, Q), fewer key-value heads, causal.
 

@@ -96,6 +96,22 @@ def test_a_chunk_takes_three_products_and_four_with_recomputation(recomputes: bo
     assert [sum(map(operations.all.count, PRODUCTS)) for operations in (step, evaluation)] == [products, 4]
 
 
+def test_chunks_under_autocast_are_the_whole_loss() -> None:
+    """The recipe for one device has float32 weights, and products in bfloat16: an error of 2^-9 of each factor."""
+    gradients = []
+    for chunk in (0, 7):
+        module = head(chunk)
+        hidden, labels = hidden_and_labels()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(hidden.requires_grad_(), labels)
+        loss.backward()
+        assert module.weight.grad is not None
+        assert hidden.grad is not None
+        gradients.append((module.weight.grad, hidden.grad))
+    for expected, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=float(expected.abs().max()) / 128)
+
+
 def test_schedules_that_would_keep_many_gradients_recompute() -> None:
     cases: list[tuple[int, int, Any, bool]] = [
         (8, 1, "GPipe", False),

@@ -95,14 +95,26 @@ def test_momenta_are_those_of_float32_on_average(state_dtype: Any) -> None:
         for step in range(4):
             give_gradients([model], step)
             apply_if_finite(optimizer, 0.0, torch.tensor(True))
-        state = optimizer.state[model.get_parameter("layers.0.mlp.gate_proj.weight")]
-        momenta.append(
-            optimizer.storage.load(state, "momentum_buffer") if "step" in state else state["momentum_buffer"]
-        )
+        momenta.append(momentum(optimizer, optimizer.state[model.get_parameter("layers.0.mlp.gate_proj.weight")]))
     error, size = (momenta[1] - momenta[0]).double(), float(momenta[0].abs().mean())
     largest = {"bfloat16": 0.01, "int8": 0.03}[state_dtype]
     assert 0.0 < float(error.abs().mean()) < largest * size
     assert abs(float(error.mean())) < 4 * float(error.std()) / math.sqrt(error.numel())
+
+
+def test_a_momentum_without_blocks_is_the_one_of_float32() -> None:
+    """int8 keeps float32 where rows are no multiple of 32."""
+    momenta = []
+    for dtype in ("float32", "int8"):
+        model = plain(replace(MODEL, hidden=48, ffn=80))
+        optimizer = build_optimizer([model], replace(MUON, state_dtype=dtype))
+        for step in range(3):
+            give_gradients([model], step)
+            apply_if_finite(optimizer, 0.0, torch.tensor(True))
+        momenta.append(optimizer.state[model.get_parameter("layers.0.mlp.down_proj.weight")]["momentum_buffer"])
+    assert momenta[1].dtype == torch.float32
+    assert float(momenta[0].abs().sum()) > 0
+    assert torch.equal(momenta[0], momenta[1])
 
 
 def test_the_roundings_of_each_step_are_others() -> None:
@@ -138,9 +150,6 @@ def test_a_run_may_change_the_dtype_of_its_momentum(dtypes: Any, tmp_path: Path)
         else:
             assert checkpoints.resume() is not None
         checkpoints.close()
-        state = optimizer.state[model.get_parameter("layers.0.mlp.gate_proj.weight")]
-        momenta.append(
-            optimizer.storage.load(state, "momentum_buffer") if "step" in state else state["momentum_buffer"]
-        )
+        momenta.append(momentum(optimizer, optimizer.state[model.get_parameter("layers.0.mlp.gate_proj.weight")]))
     largest = float(momenta[0].abs().max())
     torch.testing.assert_close(momenta[1], momenta[0], rtol=0.0, atol=0.02 * largest)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +24,7 @@ from torchllm.models.decoder import Block, Decoder, build_model
 from torchllm.models.experts import Router
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.recompute import apply_recompute, save_products
+from torchllm.parallel.unkept_sums import without_sums
 
 MODES = [
     Recompute(),
@@ -210,6 +212,16 @@ def test_every_k_counts_the_blocks_of_the_whole_model() -> None:
     del stage.layers["0"]
     apply_recompute(stage, Recompute("every_k", 2), SMALL.layers)
     assert {name for name, block in stage.layers.items() if not isinstance(block, Block)} == {"2", "4"}
+
+
+def test_a_function_is_compiled_within_a_selective_recomputation_under_tp() -> None:
+    """A norm with compile.norm, or flex attention, in a block that is not compiled."""
+    counter = CompileCounter()
+    cosine = torch.compile(lambda x: x.cos(), backend=counter)
+    x = torch.ones(4, requires_grad=True)
+    saver = functools.partial(without_sums, save_products, ())
+    checkpoint(lambda x: cosine(x).sin(), x, use_reentrant=False, context_fn=saver).sum().backward()
+    assert counter.frame_count > 0
 
 
 TP: Settings = {"model.layers": 2, "parallel.tp": 2, "training.global_batch_size": 1}

@@ -1,5 +1,7 @@
 """Windows over zigzag pieces are windows over the whole sequence; tests of what is sent."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from tests.parallel.test_ring import (
 from tests.parity import FEW, Settings, check
 from tests.workers import run
 from torchllm.config import Model
+from torchllm.models import varlen_attention
 from torchllm.models.attention import CORES
 from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.document_attention import visible_keys
@@ -55,6 +58,30 @@ def test_windows_over_pieces_are_windows_over_the_whole_sequence(ranks: int) -> 
             for result, expected in zip(results, whole, strict=True):
                 part = part_of(expected, rank, ranks)
                 torch.testing.assert_close(result, part, rtol=0, atol=EXACT, msg=f"{window} {name}")
+
+
+def offsets_of_pieces(documents: Tensor, limits: list[int]) -> list[int]:
+    """Return the offsets of a rank's pieces, as on a GPU. limits: of each rank."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    rank = mesh.get_local_rank()
+    attention = WindowAttention(mesh, CORES["sdpa"](Model(window=33)))
+    with mock.patch.object(varlen_attention, "has_flash_attention", lambda device: True):
+        pieces = documents.chunk(2 * mesh.size(), dim=1)
+        mask = attention.mask(torch.cat((pieces[rank], pieces[-1 - rank]), dim=1), limits[rank])
+    offsets: list[int] = mask.offsets.tolist()
+    return offsets
+
+
+def test_documents_of_the_tokens_before_a_piece_are_no_more_than_there_is_room_for() -> None:
+    """The loader counts those of a rank's own pieces; here the tokens before have ten times as many."""
+    ids = torch.zeros(1, 256, dtype=torch.int64)
+    ids[0, 64:128] = 1
+    ids[0, 128:192] = torch.arange(2, 66)
+    ids[0, 192:] = 66
+    rank_0, rank_1 = run(offsets_of_pieces, 2, ids, [2, 65])
+    tokens = 2 * (32 + 64)
+    assert rank_0[-1] == rank_1[-1] == tokens
+    assert [offset for offset in rank_0 if 0 < offset < tokens] == [32, 96, 128]
 
 
 def test_the_reference_has_the_window() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models.attention import Core
-from torchllm.models.document_attention import visible_keys
+from torchllm.models.document_attention import ATTENTION_OPERATIONS, visible_keys
 from torchllm.models.layers import soft_capped, widened
 
 if TYPE_CHECKING:
@@ -96,14 +96,24 @@ def _flash_attention_3() -> Callable[..., Any] | None:
         from flash_attn_interface import flash_attn_func
     except ImportError:
         return None
+    _save_results_of("flash_attn_3::_flash_attn_forward", "flash_attn_3::fwd")
     kernel: Callable[..., Any] = flash_attn_func
     return kernel
+
+
+def _save_results_of(*operations: str) -> None:
+    """Let selective recomputation save the results of a package's operations, of those that its version has."""
+    for name in operations:
+        namespace, _, operation = name.partition("::")
+        if (found := getattr(getattr(torch.ops, namespace), operation, None)) is not None:
+            ATTENTION_OPERATIONS.add(found.default)
 
 
 def _flash_attention_4(view: Model) -> Callable[..., Any] | None:
     """Return the kernel for Hopper and Blackwell GPUs; None on another GPU, or if its package is not installed.
 
-    On Blackwell it has no heads of 130 to 248 features.
+    On Blackwell it has no heads of 130 to 248 features. Its kernels are no operations of torch, so selective
+    recomputation computes them again.
 
     FOOTGUN: flash-attn 2.8 brings an early copy of this module, which flash-attn-4 replaces.
     """
@@ -129,6 +139,7 @@ def _flash_attention_2() -> Callable[..., Any]:
             f"model.attention = \"flash\" cannot be used here: {error}. Install an extra (pip install -e '.[flash]', "
             "which compiles it, or '.[flash4]' for Hopper and Blackwell) or use \"sdpa\"."
         ) from error
+    _save_results_of("flash_attn::_flash_attn_forward")
     kernel: Callable[..., Any] = flash_attn_func
     return kernel
 

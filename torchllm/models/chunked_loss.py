@@ -50,7 +50,10 @@ class _Chunk(NamedTuple):
 
 def _add_product(d_weight: Tensor, rows: Tensor, d_logits: Tensor) -> None:
     """Add the weight's gradient of n tokens, in place: there may be no larger tensor."""
-    torch.addmm(d_weight, d_logits.t(), rows, out=d_weight)
+    if d_weight.dtype == d_logits.dtype:
+        torch.addmm(d_weight, d_logits.t(), rows, out=d_weight)
+    else:  # under autocast, whose products are in 16 bits
+        d_weight += d_logits.t() @ rows.to(d_logits.dtype)
 
 
 def _run_chunk(rows: Tensor, weight: Tensor, targets: Tensor, head: Head, d_weight: Tensor | None) -> _Chunk:

@@ -22,6 +22,7 @@ from torchllm.config.errors import UserError
 from torchllm.optim.fused import Group, ShardedAdamW, has_fewer_bits, update_by_adamw
 from torchllm.optim.rounded import RoundedAdamW, RoundedState
 from torchllm.parallel.local_tensor import local_tensor
+from torchllm.runtime.heartbeat import beat
 
 HOST = torch.device("cpu")
 
@@ -65,6 +66,7 @@ class OffloadedAdamW(ShardedAdamW):
                 here.arrived.synchronize()
             self.update_part(here.group, here.parameter, here.weight, here.gradient)
             local_tensor(here.parameter).copy_(here.weight, non_blocking=True)
+            beat("optimizer")  # billions of parameters are minutes of a few cores
             here = following
 
     def update_part(self, group: Group, parameter: Tensor, weight: Tensor, gradient: Tensor) -> None:

@@ -69,13 +69,15 @@ class RoundedState:
         found_inf: Tensor,
         rows: Rows = ALL_ROWS,
     ) -> None:
-        """Round an updated copy of rows if they are stored as bfloat16. FOOTGUN: `exact` may be overwritten.
+        """Store an updated copy of rows, rounded if they are bfloat16. FOOTGUN: `exact` may be overwritten.
 
         name: of a moment, or weight. found_inf: if it is not 0, `exact` equals the stored rows.
         """
         stored = rows.of(state[name])
         if stored.dtype == torch.bfloat16:
             round_stochastically(parameter, exact, stored, self.key(parameter, name), state["step"], rows.first)
+        elif stored.data_ptr() != exact.data_ptr():  # AdamW updates float32 in place
+            stored.copy_(exact)
 
     def key(self, parameter: Tensor, name: str) -> int:
         """Return the key of the random bits of a moment, or of the weight."""

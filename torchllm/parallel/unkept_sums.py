@@ -50,6 +50,11 @@ class Products(TorchDispatchMode):
         self.next = 0
         """number of products so far in the recomputation"""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions be compiled within it, such as norms: there are no parts of sums in them."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self.products or not is_cut_by_inputs(*args):
             return func(*args, **(kwargs or {}))

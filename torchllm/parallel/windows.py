@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchllm.parallel.pieces import NeighborPieces, joined, pieces_of
+from torchllm.parallel.pieces import NO_DOCUMENT, NeighborPieces, joined, pieces_of
 
 
 class WindowAttention(nn.Module):
@@ -43,9 +43,13 @@ class WindowAttention(nn.Module):
         """
         if document_ids is None:
             return None
-        # A sequence may have all of its documents in both of its pieces, and one piece begins with no document.
-        limit = 2 * document_limit + len(document_ids) if document_limit else 0
         ids = self.neighbors.documents_with_tokens_before(document_ids)
+        # The tokens before may be of more documents than the loader counted here. Those of the piece's first document
+        # alone are seen, so the others become one.
+        before, first_own = ids[..., : self.neighbors.reach], ids[..., self.neighbors.reach, None]
+        before.masked_fill_(before != first_own, NO_DOCUMENT)
+        # A sequence may have all of its documents in both of its pieces, and each piece may begin with no document.
+        limit = 2 * (document_limit + len(document_ids)) if document_limit else 0
         return self.core.mask(ids.flatten(0, 1), limit)
 
     @torch.compiler.disable

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from torchllm.config.schema import SCHEDULES, Config, Float8, Model
+from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.read import ConfigError, config_error
 
 FLOAT8_MULTIPLE = 16
@@ -49,6 +50,16 @@ def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
     for name, width in widths.items():
         if width % tp == 0 and width // tp % FLOAT8_MULTIPLE:
             yield f"{name} = {width}{share}"
+    known = {model.hidden, *widths.values()}
+    for parameter in (*mixer(model).parameters, *feed_forward(model).parameters):
+        shape = parameter.shape(model)
+        if shape is None or len(shape) != 2 or parameter.role != "matrix":
+            continue
+        layer = parameter.module.rpartition(".")[2]
+        for side, width, cut in zip(("outputs", "inputs"), shape, ("colwise", "rowwise"), strict=True):
+            ranks = tp if parameter.cut == cut else 1
+            if width not in known and width % ranks == 0 and width // ranks % FLOAT8_MULTIPLE:
+                yield f"{layer}'s {side} = {width}{share if ranks > 1 else ''}"
 
 
 def takes_float8_tokens(float8: Float8, tokens: int) -> bool:

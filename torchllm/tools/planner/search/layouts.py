@@ -264,9 +264,8 @@ class Job:
             for name, size in {**mixer(view).heads(view), "ffn": view.ffn}.items():
                 if size % tp:
                     return f"tp does not divide model.{name} = {size}"
-            unfit_width = next(unfit_for_float8(view, tp), "")
-            if self.float8.is_on and unfit_width:
-                return f"model.{unfit_width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need"
+            if self.float8.is_on and (width := next(unfit_for_float8(view, tp), "")):
+                return f"model.{width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need"
         if not self._takes_vocabulary(mesh):
             return f"tp does not divide model.vocab = {model.vocab}"
         if mesh.pp > 1 and self.compile is not None and self.compile.graphs:
