@@ -12,15 +12,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 import torchllm.parallel.compile
 import torchllm.parallel.tensor
-from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
+from tests.parity import Settings, Trained, build, compare, reference, tiny, train, world_size
 from tests.workers import WorkerFailed, run
 from torchllm.config import Kinds
+from torchllm.config.applied_keys import new_training
+from torchllm.config.schema import MixtureStage
 from torchllm.parallel.tensor import VocabParallelEmbedding
 
 FSDP2: Settings = {"parallel.dp_shard": 2}
@@ -49,6 +52,23 @@ def train_compiled(
         trained = train(settings)
     torch.compiler.reset()
     return trained, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def graphs_of_blocks(lengths: tuple[int, ...]) -> int:
+    """Compute three kinds of blocks with sequences of each length, with gradients and without; return the graphs."""
+    stages = tuple(MixtureStage(until=step, sequence_length=length) for step, length in enumerate(lengths[1:], start=1))
+    config = tiny({**KINDS, **BLOCK, "data.stage": (*stages, MixtureStage()), "training.sequence_length": lengths[0]})
+    counter = CompileCounter()
+    torch.compiler.reset()
+    with new_training(config), mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=counter)):
+        _, (model,) = build(config)
+        for length in lengths:
+            tokens = torch.zeros(1, length, dtype=torch.int64)
+            for has_gradients in (True, False):
+                with torch.set_grad_enabled(has_gradients):
+                    model(tokens, torch.arange(length).unsqueeze(0))
+    torch.compiler.reset()
+    return counter.frame_count
 
 
 def check_compiled(settings: Settings, backend: str = TRACED, cache: str = "") -> int:
@@ -119,6 +139,12 @@ def test_a_compiled_layout_trains_the_same_model_in_whole_graphs(name: str) -> N
     """
     settings, graphs = {**LAYOUTS, **AT_NIGHT}[name]
     assert check_compiled(settings) in ([graphs] if graphs else range(1, 100))
+
+
+def test_every_kind_of_block_is_compiled_for_every_length() -> None:
+    """Torch's own limit of graphs is eight."""
+    lengths = (8, 16, 24)
+    assert run(graphs_of_blocks, 1, lengths) == [3 * 2 * len(lengths)]
 
 
 @exhaustive

@@ -21,6 +21,10 @@ from torchllm.models.layers import RMSNorm, SwiGLU
 from torchllm.parallel.ring import RingAttention
 
 
+GRAPHS = 8
+"""of a block of one kind for one length: with gradients or without, and for numbers of documents"""
+
+
 def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = False) -> None:
     """Compile the parts that the config names, in place. The compilation itself happens in the first step.
 
@@ -34,7 +38,11 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
         # Torch would take a number that differs between kinds, such as the width of heads, or a length that differs
         # between stages, as one that varies at run time: slower kernels, and with tensor parallelism an error of its
         # compiler.
-        dynamic = False if stage.model.pattern or config_in_use().data.changes_size else None
+        run = config_in_use()
+        dynamic = False if stage.model.pattern or run.data.changes_size else None
+        # Torch counts all graphs of a function together, and beyond its limit, eight, runs blocks uncompiled.
+        lengths = run.data.lengths(run.training.sequence_length)
+        torch.compiler.config.recompile_limit = GRAPHS * len(stage.model.views) * len(lengths)
         for module in stage.modules():
             if isinstance(module, RingAttention):
                 module.merge = torch.compile(module.merge)
