@@ -8,7 +8,7 @@ end it prints the [[data.sources]] tables that read its shards.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from torchllm.config import Config, FilePath, Natural, NonNegative
 from torchllm.tools.front.resolve import load_sizes
@@ -49,6 +49,7 @@ from typing import NamedTuple
 from torchllm.config import Source
 from torchllm.config.errors import RefusedStart
 from torchllm.config.schema import RAW_KINDS
+from torchllm.config.toml import toml_value
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
@@ -109,12 +110,15 @@ def main(config: PrepareConfig) -> None:
         print_corpus(folder, prepare(plans[key], load, folder, processes, config.data.max_bad_share))
         if key in copies:
             upload_corpus(folder, copies[key])
-        tables[key] = Source(kind="tokens", path=copies.get(key, str(folder)), weight=tables[key].weight)
+        path, raw = copies.get(key, str(folder)), tables[key]
+        tables[key] = Source(kind="tokens", path=path, weight=raw.weight, max_epochs=raw.max_epochs)
     print("\nTo train on it:\n")
     print(f"[data]\ntokenizer = {json.dumps(config.data.tokenizer)}")
     for key, table in tables.items():
-        path = f"path = {json.dumps(table.path)}\n" if table.path else ""
-        print(f'\n[[{key.rpartition(".")[0]}]]\nkind = "{table.kind}"\n{path}weight = {table.weight}')
+        print(f"\n[[{key.rpartition('.')[0]}]]")
+        for name, value in asdict(table).items():
+            if name in ("kind", "weight") or value != getattr(Source(), name):
+                print(f"{name} = {toml_value(value)}")
 
 
 def plan_sources(config: PrepareConfig, tokenizer: Tokenizer, root: Path) -> dict[str, CorpusPlan]:

@@ -18,15 +18,16 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from sweep.job import resolve_layout, run_job
 from sweep.sweep import read_study
 
-from torchllm.config import Config, Count, Natural, Positive
+from torchllm.config import Config, Count, Natural, Positive, Run
 from torchllm.config.errors import UserError
+from torchllm.config.write import dump_toml
 from torchllm.facts.flops import flops_per_token, parameter_count
 from torchllm.tools.planner.search.size import amount, sized_config, with_batch
 from torchllm.tools.resources import find_config
@@ -119,9 +120,9 @@ def read_ladder(file: str) -> Ladder:
 
 def rung_of(size: str, ladder: Ladder, config: str) -> Rung:
     """Return a size with the overrides that make it of the ladder's run. Raises UserError if the run cannot be it."""
-    base = _resolved(config, (), ladder.processes)
-    length, tokens = base.training.sequence_length, ladder.tokens_per_parameter * amount(size)
-    sized = sized_config(amount(size), tokens, base.model.vocab, length)
+    base = _resolved(config, ladder.overrides, ladder.processes)
+    tokens = ladder.tokens_per_parameter * amount(size)
+    sized = sized_config(amount(size), tokens, base.model.vocab, base.training.sequence_length)
     if ladder.global_batch_size:
         sized = with_batch(sized, ladder.global_batch_size, tokens)
     values = {f"--{section}.{key}": _text(sized, section, key) for section, keys in SIZED.items() for key in keys}
@@ -132,7 +133,7 @@ def rung_of(size: str, ladder: Ladder, config: str) -> Rung:
     overrides = (*[f"{key}={value}" for key, value in values.items() if key not in given], *ladder.overrides)
     run = _resolved(config, overrides, ladder.processes)
     trained = run.training.steps * run.training.global_batch_size * run.training.sequence_length
-    compute = trained * flops_per_token(run.model, length)
+    compute = trained * flops_per_token(run.model, run.training.sequence_length)
     return Rung(size, overrides, run.training.steps, parameter_count(run.model), trained, compute)
 
 
@@ -157,6 +158,7 @@ def main(arguments: list[str]) -> None:
     folder = Path(options.output or f"runs/ladder-{Path(ladder_file).stem}")
     try:
         *rungs, last = [rung_of(size, ladder, config) for size in (*ladder.sizes, ladder.next)]
+        base = _resolved(config, ladder.overrides, ladder.processes)
     except UserError as error:
         print(f"{ladder_file}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -165,7 +167,7 @@ def main(arguments: list[str]) -> None:
             print(f"{rung.name:>6s}  {rung.parameters:,} parameters, {rung.tokens:,} tokens, {rung.compute:.2e} FLOPs")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    refuse_other_ladder(ladder, folder)
+    refuse_other_ladder(ladder, base, folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the running job is ended too
     try:
         run_ladder(ladder, rungs, last, config, folder)
@@ -195,12 +197,15 @@ def ladder_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def refuse_other_ladder(ladder: Ladder, folder: Path) -> None:
-    """Write the ladder into its folder. SystemExit(2) if the folder has another one: its runs would not compare."""
+def refuse_other_ladder(ladder: Ladder, base: Config, folder: Path) -> None:
+    """Write the ladder into its folder. SystemExit(2) if the folder has another one: its runs would not compare.
+
+    base: the run, which the sizes are made of.
+    """
     file = folder / "ladder.json"
-    content = json.dumps(asdict(ladder), indent=1)
+    content = json.dumps(asdict(ladder) | {"run": dump_toml(replace(base, run=Run()))}, indent=1)
     if file.exists() and file.read_text() != content:
-        print(f"{file}: the sizes there are of another ladder: choose another --output", file=sys.stderr)
+        print(f"{file}: the sizes there are of another ladder, or run: choose another --output", file=sys.stderr)
         raise SystemExit(2)
     file.write_text(content)
 

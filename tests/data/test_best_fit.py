@@ -191,6 +191,18 @@ def test_a_part_of_a_sequence_is_that_part_of_it(source: Source, depth: int) -> 
     assert goes_on >= 6  # a document that is longer than the sequence has its next token behind it
 
 
+def test_few_long_documents_are_held_out_and_none_of_their_tokens_is_lost(tmp_path: Path) -> None:
+    """The last tokens of all are held out: they begin within a document, and may be a part of one."""
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(chr(ord("a") + number) * 5000)
+    corpus = corpus_of(Source(kind="text", path=f"{tmp_path}/*.txt"))
+    assert isinstance(corpus, BestFitCorpus)
+    held_out = corpus.count("validation", LENGTH)
+    assert held_out == -(-corpus.tokens("validation") // LENGTH) > 0
+    ids = [token for number in range(held_out) for token in corpus.window("validation", number, LENGTH).ids[:LENGTH]]
+    assert sum(token > 0 for token in ids) == corpus.tokens("validation")
+
+
 def test_groups_are_counted_once_without_a_token_being_read(source: Source) -> None:
     loader_of(source, packing="concatenate")  # tokenizes
     close_shards()

@@ -620,6 +620,15 @@ def test_held_out_labels_have_the_bytes_of_their_text(tmp_path: Path) -> None:
     assert batch.label_bytes is None
 
 
+def test_labels_of_a_tokenizer_that_the_config_does_not_name_have_no_bytes(tmp_path: Path) -> None:
+    """Files of another program, read with data.tokenizer = "bytes", its default."""
+    np.tile(np.arange(1000, 1200, dtype=np.uint16), 20).tofile(tmp_path / "a.bin")
+    data = Data((Source(kind="nanogpt", path=str(tmp_path / "a.bin")),), dtype="uint16", separator=1199, workers=0)
+    training = Training(micro_batch_size=1, global_batch_size=1, sequence_length=16)
+    loader = build_loader(replace(data, validation_fraction=0.3), training, Model(vocab=2000), 0, DataRanks(0, 1))
+    assert all(batch.label_bytes is None for batch in loader.validation_batches(2, CPU))
+
+
 def test_sources_to_evaluate_on_are_read_whole_in_place_of_what_is_held_out(tmp_path: Path) -> None:
     for letter in "ab":
         (tmp_path / f"{letter} b.jsonl").write_text(f'{{"text": "{letter * 30}"}}\n' * 20)

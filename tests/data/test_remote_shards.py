@@ -5,6 +5,7 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -169,16 +170,45 @@ def test_a_full_disk_is_no_end(folder: Path, tmp_path: Path, caplog: pytest.LogC
 def test_the_oldest_blocks_leave(folder: Path, tmp_path: Path) -> None:
     remote = opened(folder, tmp_path / "cache")
     before = windows(remote)
+    for number in range(40):
+        (remote.folder / f"00000.train.bin/{900 + number:06d}").touch()
     blocks = sorted(remote.folder.glob("*.bin/*"))
     usage = shutil.disk_usage(tmp_path)
-    nearly_full = usage._replace(free=usage.total // 20)
-    with mock.patch("torchllm.data.remote_shards.shutil.disk_usage", return_value=nearly_full):
-        remote_shards.make_room(remote.folder)
-    left = sorted(remote.folder.glob("*.bin/*"))
-    assert len(blocks) - len(left) == -(-len(blocks) // 10)
-    remote_shards.make_room(remote.folder)
-    assert sorted(remote.folder.glob("*.bin/*")) == left
+    enough = min(usage.total // 10, 50 * 2**30) + 1
+    for free, deleted in ((0, -(-len(blocks) // 10)), (enough - 2 * 4096, 2), (enough, 0)):
+        before_it = sorted(remote.folder.glob("*.bin/*"))
+        usage_then = usage._replace(free=free)
+        with mock.patch("torchllm.data.remote_shards.shutil.disk_usage", return_value=usage_then):
+            remote_shards.make_room(remote.folder)
+        assert len(before_it) - len(list(remote.folder.glob("*.bin/*"))) == deleted
     assert windows(remote) == before
+
+
+def test_a_block_that_another_process_deletes_first_is_no_fault(folder: Path, tmp_path: Path) -> None:
+    remote = opened(folder, tmp_path / "cache")
+    windows(remote)
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    deleted = sorted(remote.folder.glob("*.bin/*"))[:1]
+
+    def sorted_later(blocks: Iterator[Path], **arguments: Any) -> list[Path]:
+        found = list(blocks)
+        deleted[0].unlink()
+        return sorted(found, **arguments)
+
+    with (
+        mock.patch("torchllm.data.remote_shards.shutil.disk_usage", return_value=usage),
+        mock.patch.object(remote_shards, "sorted", sorted_later, create=True),
+    ):
+        remote_shards.make_room(remote.folder)
+
+
+def test_a_table_that_is_not_the_headers_is_refused(folder: Path, tmp_path: Path) -> None:
+    content = (folder / "sums.bin").read_bytes()
+    (folder / "sums.bin").write_bytes(content[:-1] + b"x")
+    with pytest.raises(DataError, match=r"sums\.bin is not what corpus\.json there describes: copy the corpus again"):
+        opened(folder, tmp_path / "cache")
+    (folder / "sums.bin").write_bytes(content)
+    opened(folder, tmp_path / "cache")  # nothing of it was kept
 
 
 def test_the_reader_takes_a_url(folder: Path, tmp_path: Path) -> None:

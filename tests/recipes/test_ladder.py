@@ -1,14 +1,17 @@
 """Ladders: the law and its interval, which sizes are trained when, and a real one of four sizes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from ladder import ladder as ladders
 from ladder.fit import Point, PowerLaw
+from ladder.ladder import Ladder
 
 from tests.tiny_run import ROOT
+from torchllm.config import Config, Optimizer, Run
 
 DEBUG = ROOT / "train_configs" / "debug.toml"
 COMPUTE = np.array([2.7e11, 8.9e11, 3.1e12, 1.7e13, 6.4e13])
@@ -116,13 +119,25 @@ def test_the_prediction_is_written_before_the_last_size_is_trained(
     with pytest.raises(SystemExit) as end:
         ladders.main([written(tmp_path, tokens_per_parameter=0.4), f"--output={out}"])
     assert end.value.code == 2
-    assert "of another ladder: choose another --output" in capsys.readouterr().err
+    assert "of another ladder, or run: choose another --output" in capsys.readouterr().err
+
+
+def test_sizes_of_another_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file that `ladder.config` names was edited between two sizes."""
+    ladder, run = Ladder(config="debug.toml"), Config()
+    ladders.refuse_other_ladder(ladder, run, tmp_path)
+    ladders.refuse_other_ladder(ladder, replace(run, run=Run(folder="runs/later")), tmp_path)
+    with pytest.raises(SystemExit):
+        ladders.refuse_other_ladder(ladder, replace(run, optimizer=Optimizer(beta2=0.5)), tmp_path)
+    assert "of another ladder, or run" in capsys.readouterr().err
 
 
 def test_a_size_has_the_tokens_that_are_asked_for(tmp_path: Path) -> None:
     rung = ladders.rung_of("50K", ladders.read_ladder(written(tmp_path)), str(DEBUG))
     longer = ladders.rung_of("50K", ladders.read_ladder(written(tmp_path, tokens_per_parameter=2.0)), str(DEBUG))
     assert rung.tokens == pytest.approx(0.2 * 50e3, rel=0.11)  # whole steps of 2,048 tokens
+    short = written(tmp_path, overrides=["--training.sequence_length=64"])
+    assert ladders.rung_of("50K", ladders.read_ladder(short), str(DEBUG)).tokens == pytest.approx(0.2 * 50e3, rel=0.06)
     assert longer.tokens == pytest.approx(2.0 * 50e3, rel=0.011)
     assert longer.compute / rung.compute == pytest.approx(longer.tokens / rung.tokens)
     assert longer.parameters == rung.parameters

@@ -65,9 +65,10 @@ def test_a_copy_in_a_storage_is_whole_and_of_this_corpus(folder: Path) -> None:
     """Its description comes last: a copy that was stopped is made again."""
     bucket = f"file://{folder}/bucket"
     options = (f"--prepare.folder={folder}/tokens", f"--prepare.remote={bucket}/", "--prepare.processes=1")
+    options += ("--data.sources.0.max_epochs=4",)
     done = prepare(folder, *options)
     assert done.returncode == 0, done.stderr
-    assert f'kind = "tokens"\npath = "{bucket}/0-jsonl-a"\nweight = 3.0' in done.stdout
+    assert f'kind = "tokens"\npath = "{bucket}/0-jsonl-a"\nweight = 3.0\nmax_epochs = 4.0' in done.stdout
     here, there = folder / "tokens/0-jsonl-a", folder / "bucket/0-jsonl-a"
     copied = {file.name: file.read_bytes() for file in there.iterdir()}
     assert copied == {file.name: file.read_bytes() for file in here.iterdir()}
@@ -78,6 +79,7 @@ def test_a_copy_in_a_storage_is_whole_and_of_this_corpus(folder: Path) -> None:
     (there / HEADER).unlink()
     shard = min(there.glob("*.bin"))
     shard.write_bytes(b"half")
+    (here / f"{shard.name}.host-1.tmp").write_bytes(b"of a process that was killed")
     assert prepare(folder, *options).returncode == 0
     assert {file.name: file.read_bytes() for file in there.iterdir()} == copied
 

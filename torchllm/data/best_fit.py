@@ -7,7 +7,8 @@ the short, and the pieces of a document. The number of sequences of each group, 
 counted once for a corpus and a length, by the process that prepares, and kept in the cache.
 
 A document of more than L tokens becomes pieces of L and a rest. Positions start again in each piece, and nothing
-attends to the piece before it; the last token of a piece still has its label, the first of the next one.
+attends to the piece before it; the last token of a piece still has its label, the first of the next one. So it is for
+held-out tokens that begin within a document.
 """
 
 import os
@@ -27,10 +28,13 @@ from torchllm.data.error import DataError
 from torchllm.data.readers import describe_source, verified_records
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.synthetic import Synthetic
+from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.signs_of_life import show_progress
 
 PACKED_TOGETHER = 4096
 """documents, or examples of conversations, that share sequences"""
+RULES = 2
+"""version of the rules of packing: numbers of sequences are kept by it"""
 _KEPT_GROUPS = 256
 """groups whose sequences a process keeps, of about 100 KB each"""
 
@@ -110,7 +114,9 @@ class BestFitCorpus(Corpus):
         self._first_groups: dict[Split, Ints] = {}
         """first group of each shard, and the number of groups"""
         for split in SPLITS:
-            groups = -(-self.documents[split].astype(np.int64) // PACKED_TOGETHER)
+            documents = self.documents[split].astype(np.int64)
+            has_rest_alone = (documents == 0) & (np.diff(self._starts[split]) > 0)
+            groups = -(-documents // PACKED_TOGETHER) + has_rest_alone
             self._first_groups[split] = np.concatenate([[0], np.cumsum(groups)])
         self._group = lru_cache(maxsize=_KEPT_GROUPS)(self._pack)
         self._first_sequences: dict[Split, Ints] = {}
@@ -142,7 +148,7 @@ class BestFitCorpus(Corpus):
 
     def _counts(self) -> Ints:
         """Return the number of sequences of each group, in the order of SPLITS."""
-        file = self._cache / f"{self.fingerprint}-{self._length}.npy"
+        file = self._cache / f"{self.fingerprint}-{self._length}-{RULES}.npy"
         groups = [(split, group) for split in SPLITS for group in range(self._first_groups[split][-1])]
         if file.is_file():
             known: Ints = np.load(file)
@@ -150,6 +156,7 @@ class BestFitCorpus(Corpus):
                 return known
         counts = np.empty(len(groups), dtype=np.int64)
         for index, (split, group) in enumerate(groups):
+            beat("packing")
             show_progress(f"{index:,} of {len(groups):,} groups of documents packed".format)
             counts[index] = len(self._group(split, group).first) - 1
         self._cache.mkdir(parents=True, exist_ok=True)
@@ -167,6 +174,8 @@ class BestFitCorpus(Corpus):
         borders = self.shard(split, number).read_documents(first, min(first + PACKED_TOGETHER + 1, documents))
         if first + PACKED_TOGETHER >= documents:
             borders = np.append(borders, self._starts[split][number + 1] - self._starts[split][number])
+        if first == 0 and borders[0] > 0:  # of a document that began in the tokens to train on
+            borders = np.insert(borders, 0, 0)
         return pack_group(borders, self._length)
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from torchllm.config import Data, Source, Training
+from torchllm.config.schema import IN_PLACE_KINDS
 from torchllm.data.batch import Batch
 from torchllm.data.corpus import SequenceSource
 from torchllm.data.order import DataOrder, Location, Mixture
@@ -52,10 +53,10 @@ class HeldOut:
         self.batch_size = training.micro_batch_size
         self.ranks = ranks
         self.reader = reader
-        tables = data.validation or data.sources
-        self.names = names_of_sources(tables)
+        self.tables = data.validation or data.sources
+        self.names = names_of_sources(self.tables)
         self.parts: list[HeldOutPart] = []
-        for index, (table, source) in enumerate(zip(tables, sources, strict=True)):
+        for index, (table, source) in enumerate(zip(self.tables, sources, strict=True)):
             splits: Sequence[Split] = SPLITS if data.validation else ("validation",)
             counts = {split: source.count(split, training.sequence_length) for split in splits}
             for split, count in counts.items():
@@ -108,16 +109,18 @@ class HeldOut:
         values = torch.from_numpy(self.reader.read(part.split, share + padding))
         (batch,) = self.reader.packed_batches(values, 1, self.batch_size).unpack(device)
         batch.labels[len(share) :] = IGNORED
-        return batch._replace(label_bytes=self._bytes_of(batch.labels), source=self.names[part.source])
+        label_bytes = self._bytes_of(batch.labels, self.tables[part.source].kind)
+        return batch._replace(label_bytes=label_bytes, source=self.names[part.source])
 
-    def _bytes_of(self, labels: torch.Tensor) -> torch.Tensor | None:
-        """Return `Batch.label_bytes`; None without text."""
-        if all(source.kind == "synthetic" for source in self.data.all_sources.values()):
+    def _bytes_of(self, labels: torch.Tensor, kind: str) -> torch.Tensor | None:
+        """Return `Batch.label_bytes`; None without text, or with ids of a tokenizer that the config does not name."""
+        if kind == "synthetic" or (kind in IN_PLACE_KINDS and self.data.tokenizer == "bytes"):
             return None
         if self._byte_lengths is None:
             tokenizer = load_tokenizer(self.data.tokenizer)
             self._byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(labels.device)
-        return self._byte_lengths[labels.clamp(min=0)].where(labels != IGNORED, 0)
+        largest = len(self._byte_lengths) - 1
+        return self._byte_lengths[labels.clamp(0, largest)].where((labels != IGNORED) & (labels <= largest), 0)
 
 
 def first_epoch(order: DataOrder, sizes: Sequence[int], weights: Sequence[float], count: int) -> list[Location]:

@@ -3,12 +3,13 @@
 The description of the corpus (`corpus_header.py`) is copied into a folder of the cache, with `remote.json`, which names
 the URL. There a file of a shard is a folder of its blocks; a block that is missing is read from the storage, compared
 with its checksum and renamed into place, so that all processes of a node, and later runs, share it. Where the disk has
-less than a tenth free, the oldest blocks leave.
+little free space, the oldest blocks leave.
 """
 
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -27,8 +28,8 @@ from torchllm.runtime.storage import RemoteFolder, StorageError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FREE = 0.1
-"""share of the disk that stays free of blocks"""
+FREE_SHARE, FREE_BYTES = 0.1, 50 * 2**30
+"""of the disk, the smaller of which stays free of blocks"""
 BETWEEN_LOOKS = 64
 """blocks that a process writes between two looks at the free space"""
 READ_AT_ONCE = 16
@@ -49,7 +50,10 @@ def copy_description(url: str, cache: Path) -> Path:
         if not (folder / HEADER).exists():
             folder.mkdir(parents=True, exist_ok=True)
             for name in (SHARD_TABLE, SUMS):
-                write_whole(folder / name, storage.read(name))
+                content = storage.read(name)
+                if hashlib.sha256(content).hexdigest().encode() not in header:
+                    raise DataError(f"{url}/{name} is not what {HEADER} there describes: copy the corpus again")
+                write_whole(folder / name, content)
             write_whole(folder / REMOTE, json.dumps({"url": url}).encode())
             write_whole(folder / HEADER, header)  # last: a folder with it is complete
     except StorageError as error:
@@ -163,10 +167,19 @@ def fetch(wanted: Iterable[tuple[CheckedFile, Iterable[int]]]) -> None:
 
 
 def make_room(folder: Path) -> None:
-    """Delete the oldest tenth of the blocks of a corpus while its disk has too little free space. Raises OSError."""
+    """Delete the oldest blocks of a corpus if its disk has too little free space, a tenth at most. Raises OSError."""
     usage = shutil.disk_usage(folder)
-    if usage.free >= FREE * usage.total:
+    lacking = math.ceil((min(FREE_SHARE * usage.total, FREE_BYTES) - usage.free) / BLOCK)
+    if lacking <= 0:
         return
-    blocks = sorted(folder.glob("*.bin/*"), key=lambda block: block.stat().st_mtime)
-    for block in blocks[: -(-len(blocks) // 10)]:
+    blocks = sorted(folder.glob("*.bin/[0-9]*"), key=_changed)
+    for block in blocks[: min(lacking, -(-len(blocks) // 10))]:
         block.unlink(missing_ok=True)
+
+
+def _changed(block: Path) -> float:
+    """Return the time of a block's last change; 0 if another process has deleted it."""
+    try:
+        return block.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -20,7 +20,6 @@ from torchllm.models.experts import Experts, RoutedExperts, Router
 from torchllm.models.layers import RMSNorm, SwiGLU
 from torchllm.parallel.ring import RingAttention
 
-
 GRAPHS = 8
 """of a block of one kind for one length: with gradients or without, and for numbers of documents"""
 

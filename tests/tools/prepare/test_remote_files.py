@@ -110,7 +110,7 @@ def test_the_files_are_those_of_a_local_folder(path: str, tmp_path: Path) -> Non
 
 
 def test_requests_do_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
-    """Of a listing; a file is asked for once before it is read, and each of its bytes is read once."""
+    """Of a listing; a file is asked for before it is read and after it, and each of its bytes is read once."""
     write_all({f"{number:02d}.txt": b"x" * 250 for number in range(20)}, tmp_path)
     calls: list[str] = []
 
@@ -133,7 +133,7 @@ def test_requests_do_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
         raw = open_raw_source(source, files)
         assert len([record for shard in raw.cut_shards(1) for record in raw.records(shard)]) == 20
     assert 18 * 3 <= calls.count("read") <= 20 * 3
-    assert calls.count("entry") == 20
+    assert calls.count("entry") == 2 * 20
 
 
 class Failing:
@@ -212,6 +212,19 @@ def test_an_object_that_was_replaced_is_refused(tmp_path: Path) -> None:
     (shard,) = raw.cut_shards(1)
     with pytest.raises(DataError, match=r"a\.txt was changed after the preparation had begun"):
         list(raw.records(shard))
+
+
+def test_an_object_that_is_replaced_between_two_of_its_requests_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(LINES)
+    source = Source(kind="jsonl", path=f"file://{tmp_path}")
+    raw = open_raw_source(source, source_files(source))
+    (shard,) = raw.cut_shards(1)
+    records = raw.records(shard)
+    next(records)
+    file.write_bytes(LINES[: len(LINES) // 2].swapcase() + LINES[len(LINES) // 2 :])
+    with pytest.raises(DataError, match=r"a\.jsonl was changed after the preparation had begun"):
+        list(records)
 
 
 def test_what_no_storage_has_is_refused() -> None:

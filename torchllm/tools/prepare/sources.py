@@ -137,6 +137,8 @@ class SourceFiles(ABC):
                 yield from self.read(part)
             except OSError as error:
                 yield unreadable_file(part.file.path, error)
+            if is_url(part.file.path):  # it was read in several requests
+                part.check_unchanged()
 
     @abstractmethod
     def read(self, part: FilePart) -> Iterator[TextRecord]:

@@ -25,7 +25,9 @@ def upload_corpus(folder: Path, url: str) -> None:
     if refuse_other_corpus(folder, url):
         return
     storage = RemoteFolder(url)
-    for file in sorted(path for path in folder.iterdir() if path.is_file() and path.name != HEADER):
+    # Others are of processes that were killed while they wrote.
+    files = [path for path in folder.iterdir() if path.suffix in (".bin", ".json") and path.name != HEADER]
+    for file in sorted(files):
         storage.upload(file, file.name)
     if not storage.put_if_absent(HEADER, (folder / HEADER).read_bytes()):
         refuse_other_corpus(folder, url)  # of another process, at the same time

@@ -1,5 +1,6 @@
 """Our models for lm-evaluation-harness, which builds the requests of tasks and scores them. Extra: lm-eval."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +11,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from torchllm.config.errors import UserError
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.tools.watch.text_ranks import Scored, TextRanks
+
+log = logging.getLogger(__name__)
 
 
 class HarnessModel(TemplateLM):
@@ -75,11 +79,19 @@ class HarnessModel(TemplateLM):
         answers = [""] * len(requests)
         for indices in by_settings.values():
             wanted = normalize_gen_kwargs(requests[indices[0]].args[1])
-            tokens, temperature = min(wanted["max_gen_toks"], self.ranks.longest), float(wanted.get("temperature", 0.0))
+            tokens, temperature = wanted["max_gen_toks"], float(wanted.get("temperature", 0.0))
+            room = self.ranks.longest - tokens
+            if room <= 0:
+                raise UserError(
+                    f"evaluate.tasks: a task continues texts by up to {tokens} tokens (max_gen_toks), and the model's "
+                    f"context is {self.ranks.longest}: raise model.max_sequence_length, or leave the task out"
+                )
             of_run = self.ranks.config.generate
             settings = replace(of_run, tokens=tokens, temperature=temperature, top_k=int(wanted.get("top_k", 0)))
-            room = max(1, self.ranks.longest - tokens)
-            prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
+            prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
+            if cut := sum(len(prompt) > room for prompt in prompts):
+                log.warning("%d of %d texts are cut to their last %d tokens", cut, len(prompts), room)
+            prompts = [prompt[-room:] for prompt in prompts]
             continued = self.ranks.ask("answer", prompts, settings, self.codec.vocab, {self.eot_token_id})
             for index, ids in zip(indices, continued, strict=True):
                 text = self.codec.decode([token for token in ids if token != self.eot_token_id])
