@@ -34,7 +34,6 @@ SAME_STEP = "tests/optim/test_muon.py::test_from_the_same_gradients_a_layout_tak
 TEXT_FILE = "tests/tools/prepare/test_build.py::test_memory_does_not_grow_with_a_text_file"
 HELD_OUT = "tests/tools/prepare/test_build.py::test_the_same_text_is_in_the_same_split_whatever_its_source"
 NO_WAIT = "tests/hollow/test_launches.py::test_a_step_never_waits_for_the_gpu"
-SENT = "tests/parallel/test_ring.py::test_bytes_sent"
 SAME_AS_EXACT = "tests/parallel/test_optimistic.py::test_it_trains_the_same_bits"
 UPCYCLED = "tests/tools/hub/test_upcycle.py::test_each_expert_is_the_dense_layer_and_noise_to_the_bit"
 NEW_FOLDER = "tests/tools/hub/test_hf_writer.py::test_a_folder_appears_whole_or_not_at_all"

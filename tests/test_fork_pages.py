@@ -139,11 +139,11 @@ def test_its_size_flops_and_memory_are_counted() -> None:
     assert flops_per_token(GATED, 32) - flops_per_token(PLAIN, 32) == 6 * 2 * GATE
     assert block_flops(GATED, 0, 32) - block_flops(PLAIN, 0, 32) == 2 * GATE
     stage = StageSize((0, 0), first=True, last=True)
-    beyond = [stage_parameters(GATED, stage, tp, True) - stage_parameters(PLAIN, stage, tp, True) for tp in (1, 2)]
+    beyond = [stage_parameters(GATED, stage, tp) - stage_parameters(PLAIN, stage, tp) for tp in (1, 2)]
     assert beyond == [2 * GATE, GATE]
     register_block(added("self_attn.extra.weight"))
     normed = replace(PLAIN, block="other")
-    assert stage_parameters(normed, stage, 2, True) - stage_parameters(PLAIN, stage, 2, True) == 2 * 64
+    assert stage_parameters(normed, stage, 2) - stage_parameters(PLAIN, stage, 2) == 2 * 64
     # The planner's formula is what the dry run sees of the page's code: 4 bytes for each feature of 2048 tokens.
     assert planned_bytes(GATED, MIDDLE) - planned_bytes(PLAIN, MIDDLE) == 4 * 64 * 2048
     assert traced_bytes(GATED, MIDDLE) - traced_bytes(PLAIN, MIDDLE) == 4 * 64 * 2048

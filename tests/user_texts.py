@@ -1,7 +1,5 @@
 """Lists every text that a user of torchllm can see, as `file:line text`: errors, log lines, help, tables' headings.
 
-    python -m tests.user_texts [FOLDER]
-
 A text is any string of two words or more that is no docstring (an f-string's values read `{}`), the help under a field
 of the config, the docstring of a recipe (its `--help`), and what `run_train.sh` echoes. It may list a few strings that
 nobody sees; it misses none that is written in one piece.
@@ -9,13 +7,11 @@ nobody sees; it misses none that is written in one piece.
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-SCHEMA = "schema.py"
 SHELL_TEXT = re.compile(r'\b(?:echo|fail) "([^"]+)"')
 
 
@@ -87,14 +83,3 @@ def user_texts(root: Path) -> Iterator[Text]:
         for file in sorted((root / folder).rglob("*.py")):
             yield from sorted(python_texts(file, str(file.relative_to(root))))
     yield from shell_texts(root / "run_train.sh", "run_train.sh")
-
-
-def main(arguments: list[str]) -> None:
-    """Print the texts of this checkout, or of another one."""
-    root = Path(arguments[0]) if arguments else ROOT
-    for place, text in user_texts(root):
-        print(f"{place} {text}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,14 +1,10 @@
 """The cost of setting up gloo groups of all ranks: sockets, requests to the store, and their bytes, per rank.
 
-    python -m tests.growth.host_groups 8 16 32 64
-
 Every rank is a thread with its own connection to one store, and has the two groups that each run has: the default one
 and the host group. Counted are both groups with one all-reduce and one all-gather in each.
 """
 
 import os
-import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -18,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from torchllm.tools.launch.descriptors import raise_descriptor_limit
 
 GROUPS = ("default", "host")
 TIMEOUT = timedelta(seconds=120)
@@ -72,12 +66,9 @@ class SetupCost(NamedTuple):
     bytes: int
 
 
-def setup_cost(ranks: int, lazy: bool = True) -> SetupCost:
-    """Set up the groups of `ranks` ranks in this process, and count.
-
-    lazy: connect two ranks when they first send to each other, as a run does; else all at once, torch's default.
-    """
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1" if lazy else "0"
+def setup_cost(ranks: int) -> SetupCost:
+    """Set up the groups of `ranks` ranks in this process, and count."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as a run: two ranks connect when they first send to each other
     connect = partial(dist.TCPStore, "127.0.0.1")  # type: ignore[attr-defined]  # as above
     server = connect(0, is_master=True, wait_for_workers=False)
     clients = [connect(server.port, is_master=False) for _ in range(ranks)]
@@ -128,17 +119,3 @@ def open_sockets() -> int:
         with suppress(FileNotFoundError):  # closed meanwhile
             count += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
     return count
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Print the cost at each number of ranks."""
-    raise_descriptor_limit()
-    print("ranks   lazy   sockets/rank   requests/rank   store bytes/rank")
-    for lazy in (True, False):
-        for ranks in map(int, arguments):
-            cost = setup_cost(ranks, lazy)
-            print(f"{ranks:5}   {lazy!s:5}  {cost.sockets:12.1f}   {cost.requests:13}   {cost.bytes:16}", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

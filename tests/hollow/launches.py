@@ -24,7 +24,6 @@ VERSIONS = "versions"
 """of the packages that the rest of a table was measured with, in its place of a layout"""
 TOLERANCE = 1.02
 """times the launches of the table"""
-COLUMNS = ("launches", "memsets", "copies", "collectives")
 
 Report = dict[str, Any]
 """a `one_rank.RankReport`, or {"error": text}"""

@@ -43,10 +43,8 @@ UNEVEN = replace(EXPERTS, hidden=22)  # over 4 ranks by expert, and the last ran
 MUON = Optimizer(name="muon", learning_rate=0.1, weight_decay=0.3)
 
 EP2: Settings = {"parallel.ep": 2}
-FSDP2: Settings = {"parallel.dp_shard": 2}
 FSDP4: Settings = {"parallel.dp_shard": 4}
 ZERO0: Settings = {"parallel.dp_shard": 2, "parallel.zero_stage": 0}
-TP2: Settings = {"parallel.tp": 2}
 HSDP: Settings = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}
 FSDP_AND_TP: Settings = {"parallel.dp_shard": 2, "parallel.tp": 2}
 PIPELINES: Settings = {"parallel.pp": 2, "parallel.dp_shard": 2}

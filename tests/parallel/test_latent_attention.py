@@ -39,7 +39,6 @@ MIXTURE: Settings = {
 DOCUMENTS: Settings = {"data.document_mask": True}
 TP: Settings = {"parallel.tp": 2}
 SP: Settings = {**TP, "parallel.sequence_parallel": True}
-PP: Settings = {"parallel.pp": 2}
 BY_DEFAULT: dict[str, Settings] = {
     "tensor parallel": {**TP, **DOCUMENTS},
     "sequence parallel": SP,

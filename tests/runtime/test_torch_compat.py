@@ -29,7 +29,6 @@ from tests.workers import run
 from torchllm.runtime import torch_compat, torch_meshes, torch_operations, torch_pipeline
 from torchllm.runtime.torch_compat import (
     CheckpointWrapper,
-    TorchDispatchMode,
     checkpoint_wrapper,
     local_region,
 )
@@ -74,26 +73,16 @@ def test_flatten_mesh() -> None:
     assert dist.get_process_group_ranks(flat.get_group()) == [1, 3, 5, 7]
 
 
-class RecordedOperations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Any] = []
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.append(operation)
-        return operation(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_varlen_attention(kv_heads: int) -> None:
     """Its numbers need a GPU; that it takes groups of query heads, and calls the operation, does not."""
     q = torch.empty(10, 4, 8, device="meta", requires_grad=True)
     k = torch.empty(10, kv_heads, 8, device="meta", requires_grad=True)
     offsets = torch.empty(4, dtype=torch.int32, device="meta")
-    with RecordedOperations() as recorded:
+    with Operations() as recorded:
         out = varlen_attention(q, k, k, offsets, 10)
-    assert recorded.operations[0] == torch_operations.VARLEN_ATTENTION
-    assert set(recorded.operations[1:]) <= {torch.ops.aten.detach.default}
+    assert recorded.all[0] == torch_operations.VARLEN_ATTENTION
+    assert set(recorded.all[1:]) <= {torch.ops.aten.detach.default}
     assert out.shape == q.shape
     assert out.requires_grad
 
@@ -118,9 +107,9 @@ def test_VARLEN_GRADIENTS() -> None:
 
 
 def test_PROFILER_MARKS() -> None:
-    with RecordedOperations() as recorded, torch.profiler.record_function("a unit"):
+    with Operations() as recorded, torch.profiler.record_function("a unit"):
         pass
-    assert tuple(recorded.operations) == torch_compat.PROFILER_MARKS
+    assert tuple(recorded.all) == torch_compat.PROFILER_MARKS
 
 
 def test_VARLEN_ATTENTION() -> None:
@@ -253,9 +242,9 @@ def test_FakeTensorMode_has_shapes_and_no_memory() -> None:
 
 
 def test_TorchDispatchMode_sees_operations_of_the_backward_pass_too() -> None:
-    with RecordedOperations() as recorded:
+    with Operations() as recorded:
         torch.ones(3, requires_grad=True).exp().sum().backward()
-    names = [operation.__name__ for operation in recorded.operations]
+    names = [operation.__name__ for operation in recorded.all]
     assert "exp.default" in names
     assert "mul.Tensor" in names  # exp's backward
 

@@ -62,9 +62,9 @@ def test_with_ep_a_rank_gathers_its_own_experts_alone() -> None:
     piece = Piece(1, 4096, 4096, tp=1, spread=1)
     (whole,) = sizes_of_split(QWEN3, (QWEN3.layers,), Recompute())
     experts = 3 * QWEN3.experts * QWEN3.hidden * QWEN3.expert_width * QWEN3.layers
-    without_ep = gathered_parameters(QWEN3, whole, piece, True)
+    without_ep = gathered_parameters(QWEN3, whole, piece)
     assert without_ep == parameter_count(QWEN3)
-    with_ep = gathered_parameters(QWEN3, whole, piece._replace(ep=8), True)
+    with_ep = gathered_parameters(QWEN3, whole, piece._replace(ep=8))
     assert with_ep == without_ep - experts * 7 / 8
 
 

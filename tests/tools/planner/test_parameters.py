@@ -36,7 +36,7 @@ def test_stages_hold_all_parameters() -> None:
         model = load(name)
         for split in ((model.layers,), (1, 2, 3, model.layers - 6)):
             sizes = sizes_of_split(model, split, c.Recompute())
-            parameters = sum(stage_parameters(model, size, 1, True) for size in sizes)
+            parameters = sum(stage_parameters(model, size, 1) for size in sizes)
             tied = model.vocab * model.hidden if model.tied_embeddings and len(split) > 1 else 0
             assert parameters == parameter_count(model) + tied, name
             assert [view for size in sizes for view in size.views] == [

@@ -16,7 +16,7 @@ from torchllm.tools.planner.compute import Kernels
 from torchllm.tools.planner.parameters import StageSize
 from torchllm.tools.planner.predict import hardware_flops, pipeline_seconds, predict
 from torchllm.tools.planner.schedules import orders
-from torchllm.tools.planner.simulate import simulate
+from torchllm.tools.planner.simulate import play, simulate_played
 from torchllm.tools.planner.stage import cost_of_block, stage_cost
 
 TERMS = {"matmul", "attention", "elementwise", "launch", "host", "ends", "recompute", "tensor parallel", "fsdp"} | {
@@ -100,7 +100,7 @@ def test_very_many_micro_batches_are_carried_on_exactly() -> None:
         size = StageSize((0,) * 10, first=index == 0, last=index == 3)
         stages.append(stage_cost(layout, size).times)
     extrapolated, _ = pipeline_seconds(layout, stages, 1e-4)
-    simulated = simulate(orders(layout.parallel, 200), stages, [1e-4] * 3)
+    simulated = simulate_played(play(orders(layout.parallel, 200)), stages, [1e-4] * 3)
     assert extrapolated == pytest.approx(simulated.step, rel=1e-9)
 
 

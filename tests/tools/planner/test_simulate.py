@@ -5,7 +5,7 @@ import pytest
 
 from torchllm.config import SCHEDULES, Parallel
 from torchllm.tools.planner.schedules import Action, Entry, orders
-from torchllm.tools.planner.simulate import Simulated, StageTimes, simulate
+from torchllm.tools.planner.simulate import Simulated, StageTimes, play, simulate_played
 
 SPLIT = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
 WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
@@ -23,7 +23,7 @@ def backward(stage: int, micro_batch: int) -> Entry:
 
 
 def simulate_equal(parallel: Parallel, micro_batches: int, stage: StageTimes) -> Simulated:
-    return simulate(orders(parallel, micro_batches), [stage] * parallel.stages)
+    return simulate_played(play(orders(parallel, micro_batches)), [stage] * parallel.stages)
 
 
 def idle(step: Simulated) -> float:
@@ -85,7 +85,7 @@ def test_two_ranks_by_hand() -> None:
     Rank 0: F0 0-1, F1 1-2, B0 24-26, B1 27-29. Rank 1: F0 11-12, B0 12-14, F1 14-15, B1 15-17.
     """
     order = orders(Parallel(pp=2), 2)
-    step = simulate(order, [EQUAL, EQUAL], [10])
+    step = simulate_played(play(order), [EQUAL, EQUAL], [10])
     assert step == Simulated(29, (6, 6), (29, 6))  # rank 1 works from 11 to 17
     assert step.bubble == pytest.approx(2 * 29 / 12 - 1)
 
@@ -97,16 +97,16 @@ def test_a_pair_sends_nothing_before_both_are_computed() -> None:
     apart = [forward(0, 1), forward(0, 0), backward(0, 1)]
     last_rank = [forward(1, 1), backward(1, 1), forward(1, 0)]
     stages = [StageTimes(1, 2, 3), StageTimes(1, 0, 0)]
-    assert simulate([pair, last_rank], stages).step == 8
-    assert simulate([apart, last_rank], stages).step == 7
+    assert simulate_played(play([pair, last_rank]), stages).step == 8
+    assert simulate_played(play([apart, last_rank]), stages).step == 7
 
 
 def test_stages_on_one_rank_need_no_transfer() -> None:
     order = orders(Parallel(pp=2, schedule="ZBVZeroBubble"), 4)
     stages = [EQUAL] * 4
-    without_transfers = simulate(order, stages)
-    at_the_bottom_of_the_v = simulate(order, stages, [0, 100, 0])
-    between_ranks = simulate(order, stages, [1, 0, 0])
+    without_transfers = simulate_played(play(order), stages)
+    at_the_bottom_of_the_v = simulate_played(play(order), stages, [0, 100, 0])
+    between_ranks = simulate_played(play(order), stages, [1, 0, 0])
     assert at_the_bottom_of_the_v == without_transfers
     assert between_ranks.step > without_transfers.step
 
@@ -115,4 +115,4 @@ def test_ranks_that_wait_for_each_other_are_an_error() -> None:
     first = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
     last = [forward(1, 1), backward(1, 1), forward(1, 0), backward(1, 0)]
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait"):
-        simulate([first, last], [EQUAL] * 2)
+        simulate_played(play([first, last]), [EQUAL] * 2)

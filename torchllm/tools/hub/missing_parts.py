@@ -35,21 +35,8 @@ def is_not_one(value: Any, fields: Fields) -> bool:
     return any(is_on(factor, fields) and factor != 1 for factor in values)
 
 
-def is_over_one(value: Any, fields: Fields) -> bool:
-    return isinstance(value, int | float) and value > 1
-
-
 def is_off(value: Any, fields: Fields) -> bool:
     return value is False
-
-
-def is_other_width(value: Any, fields: Fields) -> bool:
-    """Return whether a value is not the width of a head."""
-    width = fields.get("head_dim")
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    if width is None and isinstance(heads, int) and isinstance(hidden, int) and heads:
-        width = hidden // heads
-    return is_on(value, fields) and value != width
 
 
 def is_other_activation(value: Any, fields: Fields) -> bool:

@@ -476,7 +476,7 @@ WEIGHT_GRADIENT_KERNELS = 2
 
 def head_seconds(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> HeadSeconds:
     """Return the times of last norm, output projection and loss: forward, gradient of the input, of the weights."""
-    rows = model.vocab / piece.tp if software.vocab_parallel else float(model.vocab)
+    rows = model.vocab / piece.tp
     whole_rows = int(rows)
     loss = PerPass(software.loss_forward, software.loss_backward)
     if kernels.compiled or kernels.compiled_loss:
@@ -522,8 +522,7 @@ def embedding_seconds(model: Model, piece: Piece, software: Software, hardware: 
 
     The gradient is a whole table of zeros; rows are added to it, and then it is added to the step's sum.
     """
-    table = model.vocab * model.hidden
-    elements = table / piece.tp if software.vocab_parallel else table
+    elements = model.vocab * model.hidden / piece.tp
     numbers = piece.tokens * model.hidden
     normed = numbers / piece.spread * model.features.normed_embeddings
     rows = EMBEDDING_BYTES * numbers + FUSED_NORM.forward * normed

@@ -116,14 +116,14 @@ def block_parameters(model: Model, tp: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
+def stage_parameters(model: Model, stage: StageSize, tp: int) -> float:
     """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline.
 
     Experts count as without ep. With ep FSDP shards a rank's experts over fewer ranks, which leaves the same number on
     each. Cached: many layouts have stages of the same sizes.
     """
     count = stage.total([block_parameters(view, tp) for view in different_views(model)])
-    table = head_size(model) / (tp if vocab_parallel else 1)
+    table = head_size(model) / tp
     if stage.first:
         positions = model.features.learned_positions * model.max_sequence_length
         count += table + positions * model.hidden
@@ -164,9 +164,9 @@ def trained_share_of_stage(model: Model, stage: StageSize) -> float:
     return max(trained_share(model, parts) for parts in stages)
 
 
-def gathered_parameters(model: Model, stage: StageSize, piece: Piece, vocab_parallel: bool) -> float:
+def gathered_parameters(model: Model, stage: StageSize, piece: Piece) -> float:
     """Return the parameters of a stage on a rank after the gather: with ep all of the rank's experts."""
-    count = stage_parameters(model, stage, piece.tp, vocab_parallel)
+    count = stage_parameters(model, stage, piece.tp)
     if piece.ep > 1:
         views = different_views(model)
         count += stage.total([expert_parameters(view, piece.ep) - expert_parameters(view, piece.tp) for view in views])

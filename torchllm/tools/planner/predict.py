@@ -301,7 +301,7 @@ def _sharded_rank(case: Case, sizes: list[StageSize]) -> ShardedRank:
     model, software = case.model, case.software
     tp, ep = case.parallel.tp, case.piece.ep
     over_shards = case.group([SHARD, CP], software.one_card)
-    parameters = sum(stage_parameters(model, size, tp, software.vocab_parallel) for size in sizes)
+    parameters = sum(stage_parameters(model, size, tp) for size in sizes)
     if ep == 1:
         return ShardedRank(parameters, parameters, 0.0, over_shards, over_shards)
     of_views = [expert_parameters(view, 1) for view in different_views(model)]

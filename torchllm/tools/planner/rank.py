@@ -216,8 +216,7 @@ class Rank(NamedTuple):
 
     def logits_per_token(self) -> float:
         """Return the logits of a token on this rank."""
-        is_cut = self.software.vocab_parallel and not self.software.whole_logits
-        return self.model.vocab / (self.piece.tp if is_cut else 1)
+        return self.model.vocab / (1 if self.software.whole_logits else self.piece.tp)
 
 
 def boundary_bytes(model: Model, parallel: Parallel, piece: Piece) -> float:
@@ -232,8 +231,8 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
     shards = parallel.dp_shard * parallel.cp if parallel.zero else 1
     of_size = {}
     for size in dict.fromkeys(stages):
-        whole = gathered_parameters(model, size, piece, software.vocab_parallel)
-        shard = stage_parameters(model, size, parallel.tp, software.vocab_parallel) / shards
+        whole = gathered_parameters(model, size, piece)
+        shard = stage_parameters(model, size, parallel.tp) / shards
         of_size[size] = ShardedParameters(whole, shard)
     activations = activations_of_blocks(case)
     blocks = [block_memory(*block, shards) for block in zip(case.of_views, activations, strict=True)]
@@ -250,7 +249,7 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
         logit_bytes=LogitBytes.of(case.model, case.kernels, software, piece.tp),
         stages=tuple(stages),
         of_size=of_size,
-        table=model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1),
+        table=model.vocab * model.hidden / parallel.tp,
         trained=case.trained,
         update=muon_bytes(case) if case.kernels.graphs else 0.0,
     )
@@ -259,8 +258,8 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
 def block_memory(case: Case, activations: BlockActivations, shards: int) -> BlockMemory:
     """Return a block. case: of its view. shards: ranks that share weights."""
     model, piece = case.model, case.piece
-    whole = gathered_parameters(model, ONE_BLOCK, piece, True)
-    shard = stage_parameters(model, ONE_BLOCK, piece.tp, True) / shards
+    whole = gathered_parameters(model, ONE_BLOCK, piece)
+    shard = stage_parameters(model, ONE_BLOCK, piece.tp) / shards
     experts = ShardedParameters(0.0, 0.0)
     if piece.ep > 1:
         experts_shard = expert_parameters(model, piece.tp) / shards

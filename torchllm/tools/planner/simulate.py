@@ -238,10 +238,3 @@ def times_of_works(stages: Sequence[StageTimes]) -> list[float]:
         times += [stage.forward, stage.input_gradient, stage.weight_gradient, both_gradients]
     times.append(0.0)
     return times
-
-
-def simulate(
-    orders: Sequence[Sequence[Entry]], stages: Sequence[StageTimes], transfers: Sequence[float] = ()
-) -> Simulated:
-    """Simulate one step of these orders."""
-    return simulate_played(play(orders), stages, transfers)

@@ -98,8 +98,6 @@ class Software:
     """bytes per score that a fused softmax stores: its result"""
     eager_scores: float = 6.0
     """bytes per score that a plain softmax stores: float32, and 16 bits for the product with the values"""
-    vocab_parallel: bool = True
-    """True: the head and the logits are sharded over tp"""
     whole_logits: bool = False
     """True: the logits of all tp ranks are gathered, and each rank computes the loss of all of them"""
     recomputes_attention_only: bool = False

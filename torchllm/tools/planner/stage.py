@@ -492,9 +492,8 @@ def end_times(case: Case, size: StageSize, over_tp: float) -> EndTimes:
         input_gradient += predictions * head.inputs.total(constants)
         if trains_ends and trains_head:
             weight_gradient += predictions * head.weights.total(constants)
-        if software.vocab_parallel:
-            input_gradient += predictions * over_tp
-            tensor_parallel_seconds += predictions * over_tp
+        input_gradient += predictions * over_tp
+        tensor_parallel_seconds += predictions * over_tp
         if software.whole_logits:
             logit_bytes = ELEMENT_BYTES * piece.tokens * model.vocab
             forward += case.group([TP]).gather(logit_bytes)

@@ -370,7 +370,7 @@ class Bounds:
         parameters = trained = 0.0
         uncut = 0.0
         for size in stages:
-            of_stage = stage_parameters(model, size, layout.tp, software.vocab_parallel)
+            of_stage = stage_parameters(model, size, layout.tp)
             parameters += of_stage
             trained += of_stage * trained_share_of_stage(model, size)
             if updates.only_updates:
@@ -384,7 +384,7 @@ class Bounds:
         """Return the parameters of a stage whose gradients a rank sums over a step's micro batches."""
         if layout.zero_stage < 2:
             return self.parameters(layout, size)
-        whole = stage_parameters(self.job.model, size, layout.tp, self.job.software.vocab_parallel)
+        whole = stage_parameters(self.job.model, size, layout.tp)
         return whole / (layout.dp_shard * layout.cp)
 
     def parameters(self, layout: Layout, size: StageSize) -> float:
@@ -392,7 +392,7 @@ class Bounds:
         key = layout.tp, layout.ep, size
         if key not in self._parameters:
             case = self.job.case(layout)
-            self._parameters[key] = gathered_parameters(case.model, size, case.piece, case.software.vocab_parallel)
+            self._parameters[key] = gathered_parameters(case.model, size, case.piece)
         return self._parameters[key]
 
     def block_bytes(self, layout: Layout, stages: Sequence[StageSize]) -> dict[StageSize, BlockBytes]:
