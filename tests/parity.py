@@ -36,7 +36,7 @@ from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
 from torchllm.tools.proof.compare import FLOAT32, Agreement, bfloat16_bounds, compare_trainings
-from torchllm.tools.proof.forced_routing import LEAST_GAP, ChoiceRecord, Choices, RouterUse, told_apart
+from torchllm.tools.proof.forced_routing import LEAST_GAP, SEEDS, ChoiceRecord, Choices, RouterUse, told_apart
 from torchllm.tools.proof.gather import gather_whole
 from torchllm.tools.proof.layouts import Settings, with_settings
 from torchllm.tools.proof.record import NO_CHOICES, Recording, Trained, record_training
@@ -166,11 +166,11 @@ def _move_bias(router: Router, tokens: list[int], model: c.Model) -> None:
 
 def decided(config: Config, ragged: bool) -> Config:
     """Return the config with the next seed by whose weights no token is about to choose another expert."""
-    for seed in range(config.run.seed, config.run.seed + 30):
+    for seed in range(config.run.seed, config.run.seed + SEEDS):
         seeded = with_settings(config, {"run.seed": seed})
         if _plain_training(_plain(seeded), ragged).smallest_gap >= LEAST_GAP:
             return seeded
-    raise AssertionError("no seed of 30 leaves a gap between the experts that tokens choose and the others")
+    raise AssertionError(f"no seed of {SEEDS} leaves a gap between the experts that tokens choose and the others")
 
 
 def _plain_loss(model: Decoder, batch: Batch) -> Tensor:

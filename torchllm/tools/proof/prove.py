@@ -24,7 +24,7 @@ from torchllm.tools.proof.compare import (
     float8_bounds,
     float32_bounds,
 )
-from torchllm.tools.proof.forced_routing import LEAST_GAP, told_apart
+from torchllm.tools.proof.forced_routing import LEAST_GAP, SEEDS, told_apart
 from torchllm.tools.proof.layouts import (
     AXES,
     BALANCED,
@@ -58,8 +58,6 @@ BFLOAT16_STEPS = 1
 """after it the weights of two layouts differ by their rounding, and with them the next gradients"""
 
 
-SEEDS = 30
-"""number of seeds tried for one where no choice of experts depends on last digits"""
 BFLOAT16_SEEDS = 8
 """number of seeds tried for one where tokens can be told apart"""
 
