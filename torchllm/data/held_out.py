@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchllm.config import Data, Source, Training
-from torchllm.config.schema import IN_PLACE_KINDS
+from torchllm.config import IN_PLACE_KINDS, Data, Source, Training
 from torchllm.data.batch import Batch
 from torchllm.data.corpus import SequenceSource
 from torchllm.data.order import DataOrder, Location, Mixture
@@ -117,10 +116,9 @@ class HeldOut:
         if kind == "synthetic" or (kind in IN_PLACE_KINDS and self.data.tokenizer == "bytes"):
             return None
         if self._byte_lengths is None:
-            tokenizer = load_tokenizer(self.data.tokenizer)
-            self._byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(labels.device)
-        largest = len(self._byte_lengths) - 1
-        return self._byte_lengths[labels.clamp(0, largest)].where((labels != IGNORED) & (labels <= largest), 0)
+            self._byte_lengths = torch.from_numpy(load_tokenizer(self.data.tokenizer).byte_lengths).to(labels.device)
+        known = labels.clamp(0, len(self._byte_lengths) - 1)  # IGNORED is negative
+        return self._byte_lengths[known].where(labels == known, 0)
 
 
 def first_epoch(order: DataOrder, sizes: Sequence[int], weights: Sequence[float], count: int) -> list[Location]:
