@@ -254,6 +254,7 @@ def conditions_on_a_part(module: str, file: Path) -> Iterator[str]:
 
 SET_ON_MODULES = {
     "arriving": "an exchange of tokens that is under way",
+    "recompile_limit": "of torch's compiler",
     "embed_positions": "a stage has no such end",
     "embed_tokens": "as above",
     "embeds": "as above",

@@ -111,9 +111,7 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
     if model.attention == "sdpa" and model.score_softcap:
         yield config_error("model.attention", "sdpa has no model.score_softcap: use flex or flash on a GPU, or eager")
     if model.attention == "flash" and config.training.dtype == "float32":
-        yield config_error(
-            "training.dtype", "flash attention computes in 16 bit only: use bfloat16, or another attention"
-        )
+        yield config_error("training.dtype", "flash attention computes in 16 bits: use bfloat16, or another attention")
 
 
 def url_problem(source: Source) -> str:
