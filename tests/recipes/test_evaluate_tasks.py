@@ -18,6 +18,7 @@ from tests.recipes.test_evaluate import on_ranks
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import free_port
 from torchllm.config import Config, Data, Evaluate, Model, Source
+from torchllm.config.errors import UserError
 from torchllm.config.schema import Lora
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.config.load import load_config
@@ -191,6 +192,29 @@ def test_texts_are_rated_and_continued_as_the_harness_does(task_folder: Path, tm
     assert HarnessModel(ranks, tokenizer).loglikelihood_rolling(requests) == pytest.approx(
         expected, abs=1e-3
     )  # of 300 tokens
+
+
+def test_a_task_whose_answers_leave_no_room_for_its_text_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("lm_eval")
+    from torchllm.tools.watch.harness_model import HarnessModel
+
+    asked: list[list[int]] = []
+
+    def ask(work: str, prompts: list[list[int]], *settings: Any) -> list[list[int]]:
+        asked.extend(prompts)
+        return [[] for _ in prompts]
+
+    ranks: Any = SimpleNamespace(longest=8, config=Config(), ask=ask)
+    model = HarnessModel(ranks, load_tokenizer("bytes"))
+
+    def continued(tokens: int) -> list[str]:
+        return model.generate_until([SimpleNamespace(args=("0123456789", {"until": ["x"], "max_gen_toks": tokens}))])
+
+    with pytest.raises(UserError, match=r"by up to 8 tokens \(max_gen_toks\), and the model's context is 8: raise"):
+        continued(8)
+    continued(5)
+    assert asked == [[*b"789"]]
+    assert "1 of 1 texts are cut to their last 3 tokens" in caplog.text
 
 
 LAYOUTS = {
