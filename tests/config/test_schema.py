@@ -105,6 +105,14 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({**ROWWISE, "model.attention_gate": "head"}, None, ["float8.recipe"]),  # of 8 heads
     ({**ROWWISE, **DELTA}, None, ["float8.recipe"] * 2),  # decay and step size of each head
     ({**ROWWISE, **DELTA, "model.delta_value_heads": 32}, None, []),
+    (  # as many features of keys as of hidden states, which tp does not cut
+        {
+            **{**ROWWISE, **DELTA, "parallel.tp": 8, "model.hidden": 64, "model.head_dim": 32, "model.ffn": 128},
+            **{"model.delta_key_heads": 8, "model.delta_key_dim": 8, "model.delta_value_heads": 128},
+        },
+        None,
+        ["float8.recipe"] * 2,
+    ),
     ({**ROWWISE, **DELTA, "model.delta_value_heads": 32, "parallel.tp": 4}, None, ["float8.recipe"] * 2),
     ({**ROWWISE, "training.sequence_length": 24}, None, ["training.micro_batch_size"]),
     ({**ROWWISE, "training.sequence_length": 24, "training.micro_batch_size": 2}, None, []),

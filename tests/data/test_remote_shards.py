@@ -205,7 +205,7 @@ def test_a_block_that_another_process_deletes_first_is_no_fault(folder: Path, tm
 def test_a_table_that_is_not_the_headers_is_refused(folder: Path, tmp_path: Path) -> None:
     content = (folder / "sums.bin").read_bytes()
     (folder / "sums.bin").write_bytes(content[:-1] + b"x")
-    with pytest.raises(DataError, match=r"sums\.bin is not what corpus\.json there describes: copy the corpus again"):
+    with pytest.raises(DataError, match=r"sums\.bin is not as corpus\.json there says: delete both, and copy it again"):
         opened(folder, tmp_path / "cache")
     (folder / "sums.bin").write_bytes(content)
     opened(folder, tmp_path / "cache")  # nothing of it was kept

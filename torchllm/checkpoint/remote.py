@@ -183,7 +183,7 @@ class RemoteCopies(Copies):
                 logger.error("the mark %s is not copied: %s", mark, error)
 
     def close(self) -> None:
-        self._closing.set()  # every rank still tries each file once
+        self._closing.set()  # every rank still tries once
         self._jobs.put(None)
         self._wait_for_all_ranks(lambda: not self._thread.is_alive(), self._thread.join)
         if self._owner is not None:

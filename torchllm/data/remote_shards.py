@@ -52,7 +52,7 @@ def copy_description(url: str, cache: Path) -> Path:
             for name in (SHARD_TABLE, SUMS):
                 content = storage.read(name)
                 if hashlib.sha256(content).hexdigest().encode() not in header:
-                    raise DataError(f"{url}/{name} is not what {HEADER} there describes: copy the corpus again")
+                    raise DataError(f"{url}/{name} is not as {HEADER} there says: delete both, and copy it again")
                 write_whole(folder / name, content)
             write_whole(folder / REMOTE, json.dumps({"url": url}).encode())
             write_whole(folder / HEADER, header)  # last: a folder with it is complete

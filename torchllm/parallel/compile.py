@@ -40,8 +40,8 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
         run = config_in_use()
         dynamic = False if stage.model.pattern or run.data.changes_size else None
         # Torch counts all graphs of a function together, and beyond its limit, eight, runs blocks uncompiled.
-        lengths = run.data.lengths(run.training.sequence_length)
-        torch.compiler.config.recompile_limit = GRAPHS * len(stage.model.views) * len(lengths)
+        graphs = GRAPHS * len(stage.model.views) * len(run.data.lengths(run.training.sequence_length))
+        torch.compiler.config.recompile_limit = max(graphs, torch.compiler.config.recompile_limit)
         for module in stage.modules():
             if isinstance(module, RingAttention):
                 module.merge = torch.compile(module.merge)

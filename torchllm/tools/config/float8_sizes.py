@@ -50,7 +50,6 @@ def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
     for name, width in widths.items():
         if width % tp == 0 and width // tp % FLOAT8_MULTIPLE:
             yield f"{name} = {width}{share}"
-    known = {model.hidden, *widths.values()}
     for parameter in (*mixer(model).parameters, *feed_forward(model).parameters):
         shape = parameter.shape(model)
         if shape is None or len(shape) != 2 or parameter.role != "matrix":
@@ -58,7 +57,8 @@ def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
         layer = parameter.module.rpartition(".")[2]
         for side, width, cut in zip(("outputs", "inputs"), shape, ("colwise", "rowwise"), strict=True):
             ranks = tp if parameter.cut == cut else 1
-            if width not in known and width % ranks == 0 and width // ranks % FLOAT8_MULTIPLE:
+            is_known = width in widths.values() or (width == model.hidden and ranks == 1)
+            if not is_known and width % ranks == 0 and width // ranks % FLOAT8_MULTIPLE:
                 yield f"{layer}'s {side} = {width}{share if ranks > 1 else ''}"
 
 
