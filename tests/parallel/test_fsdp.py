@@ -119,17 +119,27 @@ COUNTS: dict[str, tuple[Settings, tuple[int, int, int]]] = {
 }
 
 
+def collectives(settings: Settings) -> tuple[int, ...]:
+    kinds = [event.kind for event in traced(settings) if isinstance(event, Collective)]
+    return tuple(kinds.count(kind) for kind in ("gather", "scatter", "reduce"))
+
+
 def count_all() -> dict[str, tuple[int, ...]]:
-    sizes = {}
-    for name, (settings, _) in COUNTS.items():
-        events = traced({**TWO_MICRO_BATCHES, **settings})
-        kinds = [event.kind for event in events if isinstance(event, Collective)]
-        sizes[name] = tuple(kinds.count(kind) for kind in ("gather", "scatter", "reduce"))
-    return sizes
+    return {name: collectives({**TWO_MICRO_BATCHES, **settings}) for name, (settings, _) in COUNTS.items()}
 
 
 def test_collectives_of_a_step() -> None:
     assert run(count_all, 2)[0] == {name: expected for name, (_, expected) in COUNTS.items()}
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_experts_are_gathered_and_reduced_once_for_all_chunks_of_tokens(mode: str) -> None:
+    """In each pass; as often as without chunks."""
+    experts: Settings = {"model.experts": 4, "parallel.dp_shard": 4, "parallel.ep": 2, "recompute.mode": mode}
+    settings = {**THREE, **experts, "training.global_batch_size": 4}
+    (one, *_), (three, *_) = (run(collectives, 4, {**settings, "parallel.expert_chunks": count}) for count in (1, 3))
+    assert three == one
+    assert one[1] == 2 * 3 + 3  # blocks and experts; embedding, routers and head
 
 
 def roots_after_backwards(settings: Settings) -> list[object]:

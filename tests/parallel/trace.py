@@ -15,6 +15,7 @@ from tests.parity import Settings, Trainer, tiny
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.mesh import Mesh
+from torchllm.tools.mesh_axes import axis_of_group
 
 KINDS = {
     "allgather": "gather",
@@ -31,7 +32,7 @@ class Collective(NamedTuple):
     kind: str
     """gather, scatter (reduce-scatter), reduce (all-reduce), exchange (all-to-all) or send"""
     axis: str
-    """pp, fsdp, dp_replicate, tp or loss"""
+    """one of `AXIS_NAMES`"""
     elements: int
     """of the whole tensor: gathered, reduced, about to be scattered, exchanged, or sent"""
     dtype: torch.dtype
@@ -42,9 +43,7 @@ class Trace(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        groups = {"loss": mesh.loss_group, "pp": mesh.pp.get_group(), "tp": mesh.tp.get_group()}
-        groups |= zip(("fsdp", "dp_replicate"), reversed(mesh.fsdp.get_all_groups()), strict=False)
-        self.axes = {group.group_name: axis for axis, group in groups.items()}  # one group of two axes: the last
+        self.axes = {group: axis.name for group, axis in axis_of_group(mesh).items()}
         self.events: list[Collective | str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

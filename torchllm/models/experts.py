@@ -8,7 +8,7 @@ index, and a token's results are added in that order.
 Shapes: B batch, S sequence, D hidden, T tokens (B x S), E experts, K experts per token, F width of an expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -248,7 +248,18 @@ class Experts(nn.Module):
         self.gated: Callable[[Tensor, Tensor], Tensor] = found(GATED[model.activation])
         """replaceable: `parallel/compile.py`"""
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, sent: Sequence[Any], dispatch: "Dispatch") -> list[Any]:
+        """Transform the rows of all chunks, and send them back. sent: results of `send`; returns those of `send_back`.
+
+        One call for all chunks: FSDP gathers the weights once, and reduces the sum of their gradients once.
+        """
+        returned = []
+        for chunk in sent:
+            arrived = dispatch.receive(chunk)
+            returned.append(dispatch.send_back(self.transform(arrived.rows, arrived.ends), chunk))
+        return returned
+
+    def transform(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Transform rows sorted by expert: (N, D) -> (N, D). ends: end of each expert's rows, (E) int32."""
         gate = self._product(rows, self.gate_proj, self.gate_bias, ends)
         up = self._product(rows, self.up_proj, self.up_bias, ends)
@@ -394,11 +405,7 @@ class RoutedExperts(nn.Module):
 
     def compute(self, sent: SentTokens) -> Returning:
         """Run this rank's experts on the received rows, and send their results back."""
-        results = []
-        for chunk in sent.chunks:
-            arrived = self.dispatch.receive(chunk.rows)
-            results.append(self.dispatch.send_back(self.experts(arrived.rows, arrived.ends), chunk.rows))
-        return Returning(sent, results)
+        return Returning(sent, self.experts([chunk.rows for chunk in sent.chunks], self.dispatch))
 
     def finish(self, returning: Returning) -> Tensor:
         """Return the weighted sums, (B, S, D)."""

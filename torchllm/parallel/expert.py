@@ -132,7 +132,7 @@ class SentRows(NamedTuple):
     """Rows that are being sent to the ranks of their experts."""
 
     order: SortedRows
-    """order of the rows that this rank sent: by expert, so that rows to the same rank are contiguous"""
+    """rows that this rank sent, detached, and their order: by expert, so that rows to the same rank are contiguous"""
     exchange: RowExchange
     ticket: Tensor
     """ticket for `RowExchange.end`"""
@@ -175,7 +175,8 @@ class ExchangeDispatch:
         splits = self.splits(order.counts.view(len(origins), -1).sum(1), origins.sum(1), len(order.rows))
         exchange = RowExchange(splits, self.group)
         ticket = exchange.begin(order.rows)
-        return SentRows(order, exchange, ticket, origins, order_by_expert(origins, sum(splits.received)))
+        by_expert = order_by_expert(origins, sum(splits.received))
+        return SentRows(detached(order), exchange, ticket, origins, by_expert)
 
     def receive(self, sent: SentRows) -> ExpertRows:
         """Wait for the rows of this rank's experts, and sort them by expert."""
@@ -192,6 +193,14 @@ class ExchangeDispatch:
     def receive_back(self, returned: Returned, sent: SentRows) -> Tensor:
         """Wait for the results, and put them back in the order of the tokens."""
         return put_back(returned.exchange.end(returned.ticket), sent.order)
+
+
+def detached(order: SortedRows) -> SortedRows:
+    """Return the same rows without a gradient, which goes by the ticket.
+
+    FOOTGUN: FSDP's autograd function has as inputs all tensors that experts get, and makes zeros for those without use.
+    """
+    return order._replace(rows=order.rows.detach())
 
 
 def read_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:

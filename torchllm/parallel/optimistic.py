@@ -29,7 +29,15 @@ from torch import Tensor
 from torchllm.config import Training
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import RoutedExperts, Routing, SortedRows, sort_by_expert
-from torchllm.parallel.expert import ExchangeDispatch, RowExchange, SentRows, Splits, order_by_expert, routed_experts
+from torchllm.parallel.expert import (
+    ExchangeDispatch,
+    RowExchange,
+    SentRows,
+    Splits,
+    detached,
+    order_by_expert,
+    routed_experts,
+)
 from torchllm.parallel.mesh import Mesh
 
 PER_OCTAVE = 8
@@ -105,7 +113,7 @@ class OptimisticDispatch(ExchangeDispatch):
         arrived = origins.cumsum(1).clamp(max=capacity).diff(dim=1, prepend=torch.zeros_like(origins[:, :1]))
         padding = capacity - arrived.sum(1, keepdim=True)  # like the rows of one more expert, the last
         by_expert = order_by_expert(torch.cat((arrived, padding), 1), ranks * capacity)
-        return SentRows(order._replace(positions=positions), exchange, ticket, arrived, by_expert)
+        return SentRows(detached(order)._replace(positions=positions), exchange, ticket, arrived, by_expert)
 
 
 class _Pad(torch.autograd.Function):

@@ -205,15 +205,15 @@ def _slow_experts() -> dict[str, float]:
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
     batches = my_batches(config, mesh, 1, ragged=False)
     step(batches, torch.tensor(1.0))  # connects the ranks
-    forward = Experts.forward
+    transform = Experts.transform
 
-    def late_forward(module: Experts, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def late_transform(module: Experts, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         time.sleep(LATE * dist.get_rank())
-        return forward(module, rows, ends)
+        return transform(module, rows, ends)
 
     dist.barrier()
     begun = time.time_ns()
-    late = mock.patch.object(Experts, "forward", late_forward)
+    late = mock.patch.object(Experts, "transform", late_transform)
     profiling = profile(activities=[ProfilerActivity.CPU])
     with late, profiling as profiler, phase("step"), phase("forward_backward"):
         step(batches, torch.tensor(1.0))

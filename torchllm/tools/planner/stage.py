@@ -435,18 +435,15 @@ def sharded_weights(case: Case, forward: float, backward: float) -> PassSeconds:
     if parallel.dp_shard * parallel.cp == 1 or parallel.zero < 2:
         return NO_WAIT
     share = software.constants.exposed
-    gather = _block_gather(case, software.gathered, case.piece.chunks)
+    gather = _block_gather(case, software.gathered)
     scatter = 0.0 if parallel.pp > 1 else _block_gather(case, software.sent_gradients)
     if parallel.zero == 2:
         return PassSeconds(0.0, exposed(scatter, backward, share))
     return PassSeconds(exposed(gather, forward, share), exposed(gather + scatter, backward, share))
 
 
-def _block_gather(case: Case, bytes_per_parameter: float, of_experts: int = 1) -> float:
-    """Return the seconds of FSDP's gather of a block, or of its scatter of gradients. Experts have other shards.
-
-    of_experts: how often those of the experts are sent, once for each chunk of tokens.
-    """
+def _block_gather(case: Case, bytes_per_parameter: float) -> float:
+    """Return the seconds of FSDP's gather of a block, or of its scatter of gradients. Experts have other shards."""
     model, tp, ep = case.model, case.parallel.tp, case.piece.ep
     over_shards = case.group([SHARD, CP], case.software.one_card)
     parameters = block_parameters(model, tp)
@@ -456,7 +453,7 @@ def _block_gather(case: Case, bytes_per_parameter: float, of_experts: int = 1) -
     over_experts = expert_shards(case.mesh, ep, case.hardware, case.software)
     common = over_shards.gather(bytes_per_parameter * parameters)
     routed = over_experts.gather(bytes_per_parameter * expert_parameters(model, ep))
-    return common + of_experts * routed
+    return common + routed
 
 
 class EndTimes(NamedTuple):
