@@ -134,7 +134,7 @@ def evaluate_tasks(config: Config, runtime: Runtime | None = None) -> Path | Non
     log.info("step %d: evaluating on %s", manifest.step, ", ".join(config.evaluate.tasks))
     with ranks.lead():
         tokenizer = load_tokenizer(config.data.tokenizer)
-        results = Tasks(config.evaluate.tasks).evaluate(ranks, tokenizer)
+        results = Tasks(config.evaluate).evaluate(ranks, tokenizer)
     path = write_task_results(Path(config.run.folder), manifest.step, results)
     write_points(Path(config.run.folder), manifest.step, results)
     for value in values_of(results):

@@ -121,6 +121,7 @@ CONTRADICTED: dict[
     "checkpoint.keep_every": (500, {"checkpoint.keep": 0}, {"checkpoint.keep": 3}),
     "metrics.profile_steps": ("600:603", {"training.steps": 599}, {"training.steps": 600}),
     "generate.top_k": (7, {"generate.temperature": 0.0}, {}),
+    "evaluate.tasks_limit": (200, {}, {"evaluate.tasks": ("arc_easy",)}),
     "evaluate.tasks_interval": (500, {}, {"evaluate.tasks": ("arc_easy",)}),
     "recompute.offload": (True, {"recompute.mode": "selective"}, {"recompute.mode": "full"}),
     "recompute.k": (2, {"recompute.mode": "full"}, {"recompute.mode": "every_k"}),

@@ -109,6 +109,11 @@ def test_documents_are_scored_as_transformers_does(
     found = results["results"]["tiny_choice"]["gold_bits_per_byte,none"]
     assert found == pytest.approx(bits / len(DOCUMENTS), rel=1e-5)
 
+    first = evaluate.evaluate_tasks(config_of(run, f"--evaluate.tasks={task_folder}", "--evaluate.tasks_limit=3"))
+    assert first is not None
+    documents = first.with_suffix(".documents.jsonl").read_text().splitlines()
+    assert [json.loads(line)["document"] for line in documents] == [0, 1, 2]
+
     harness = run_hf(folder, task_folder)
     assert [value.value for value in values_of(harness)] == pytest.approx([accuracy])
     for sample, line in zip(harness["samples"]["tiny_choice"], map(json.loads, lines), strict=True):
@@ -166,7 +171,7 @@ def test_texts_are_rated_and_continued_as_the_harness_does(task_folder: Path, tm
     ranks, tokenizer = TextRanks(stages, config, device), load_tokenizer("bytes")
     folder = export_model(config, tmp_path / "model").folder
     ours, theirs = (
-        Tasks(config.evaluate.tasks).evaluate(ranks, tokenizer)["samples"],
+        Tasks(config.evaluate).evaluate(ranks, tokenizer)["samples"],
         run_hf(folder, task_folder)["samples"],
     )
     assert ours.keys() == theirs.keys() == MORE_TASKS.keys()

@@ -1103,6 +1103,8 @@ class Evaluate:
     """held-out sequences per evaluation, over all ranks"""
     tasks: Annotated[tuple[PathOrName, ...], TASKS] = ()
     """tasks of lm-evaluation-harness (extra lm-eval): their names, or folders with a YAML file per task"""
+    tasks_limit: Annotated[Natural, Needs("evaluate.tasks")] = 0
+    """documents of each task: its first ones, as the harness's --limit; 0: all"""
     tasks_interval: Annotated[Natural, Needs("evaluate.tasks")] = 0
     """steps between evaluations of the tasks, by all ranks, which do not train meanwhile; the last step is evaluated
     too; 0: only recipes/evaluate.py does them"""

@@ -39,7 +39,7 @@ class TaskEvaluations(Observer):
         if runtime.is_main:
             try:
                 self.tokenizer = load_tokenizer(data.tokenizer)
-                self.tasks = self.tasks or Tasks(run.config.evaluate.tasks)
+                self.tasks = self.tasks or Tasks(run.config.evaluate)
                 self.tasks.check_model(self.ranks, self.tokenizer)
             except UserError as error:
                 problem = str(error)

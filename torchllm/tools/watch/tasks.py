@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchllm.config import Evaluate
 from torchllm.config.errors import UserError
 from torchllm.data.tokenizer import Tokenizer, bits_per_byte
 from torchllm.tools.watch.text_ranks import TextRanks
@@ -58,9 +59,10 @@ def task_names(tasks: Sequence[str]) -> list[str]:
 class Tasks:
     """Tasks with their documents, which are loaded once."""
 
-    def __init__(self, tasks: Sequence[str]) -> None:
+    def __init__(self, config: Evaluate) -> None:
         """Load them. Raises UserError if one is unknown, or if the harness cannot be imported or load one."""
-        names = task_names(tasks)
+        self.config = config
+        names = task_names(config.tasks)
         has_published = any(not name.endswith(".yaml") for name in names)
         try:
             import lm_eval
@@ -103,7 +105,9 @@ class Tasks:
         self.check_model(ranks, tokenizer)
         model = HarnessModel(ranks, tokenizer)
         os.environ["DISABLE_MULTIPROC"] = "1"  # of bootstraps: a rank forks no processes
-        results: dict[str, Any] = lm_eval.evaluate(model, self.loaded, bootstrap_iters=DRAWS, log_samples=True)
+        results: dict[str, Any] = lm_eval.evaluate(
+            model, self.loaded, limit=self.config.tasks_limit or None, bootstrap_iters=DRAWS, log_samples=True
+        )
         for name, task in self.loaded["tasks"].items():
             if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
                 documents = [right_answers(task, sample) for sample in results["samples"][name]]
