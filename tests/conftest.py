@@ -21,7 +21,7 @@ MOST_PROCESSES = 8
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How often each fault of tests/faults is tried."""
-    parser.addoption("--trials", type=int, default=1, help="of each fault in tests/faults")
+    parser.addoption("--trials", type=int, default=1, help="of each fault, and of a dozen kills of copies")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -90,3 +90,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     for run in started:
         if run.process.poll() is None:
             run.kill_everything()
+
+
+@pytest.fixture
+def trials(request: pytest.FixtureRequest) -> int:
+    """How often to try each fault, at moments of its own each time: --trials."""
+    count: int = request.config.getoption("--trials")
+    return count

@@ -470,11 +470,11 @@ while True:
 
 
 @pytest.mark.exhaustive
-def test_kills_leave_whole_copies(tmp_path: Path) -> None:
+def test_kills_leave_whole_copies(tmp_path: Path, trials: int) -> None:
     """A run is killed at moments of its save and copy; after each the copies are whole, and a run goes on from them."""
     moments = random.Random(1)
     last = 0
-    for number in range(12):
+    for number in range(12 * trials):
         if number % 2:
             shutil.rmtree(tmp_path / "run/checkpoints", ignore_errors=True)  # but its owner's nonce goes with it
         run = subprocess.Popen([sys.executable, "-c", SAVING, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -7,13 +7,6 @@ import pytest
 from tests.recipes.warm import pretrain
 
 
-@pytest.fixture
-def trials(request: pytest.FixtureRequest) -> int:
-    """How often to try each fault, at moments of its own each time: --trials."""
-    count: int = request.config.getoption("--trials")
-    return count
-
-
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run of 2 ranks (FSDP), with checkpoints and evaluations at steps 4 and 8."""
