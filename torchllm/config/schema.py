@@ -399,8 +399,7 @@ class Model:
     """multi-token prediction: blocks (D) after the last one, each predicting a token that is one further ahead
     (DeepSeek-V3); they train the model, and generation does not run them; 0: none"""
     mtp_weight: Annotated[Positive, MTP] = 0.3
-    """weight of the mean loss of the mtp_depth further tokens in the gradients; the loss that is printed is the loss
-    of the next token alone"""
+    """weight of the mean loss of the mtp_depth further tokens; the loss that is printed is of the next token alone"""
     frozen: Annotated[str, BUILD] = ""
     """regular expression of the parameters that are not trained; it must match their whole names, as in Hugging
     Face's Llama without "model.", e.g. 'embed_tokens.*|layers\\.[01]\\..*'; empty: all are trained"""
@@ -1106,8 +1105,7 @@ class Evaluate:
     tasks_limit: Annotated[Natural, Needs("evaluate.tasks")] = 0
     """documents of each task: its first ones, as the harness's --limit; 0: all"""
     tasks_interval: Annotated[Natural, Needs("evaluate.tasks")] = 0
-    """steps between evaluations of the tasks, by all ranks, which do not train meanwhile; the last step is evaluated
-    too; 0: only recipes/evaluate.py does them"""
+    """steps between evaluations of the tasks; the last step is evaluated too; 0: only recipes/evaluate.py does them"""
     ema: Annotated[bool, Needs("optimizer.ema_decay over 0"), EVALUATED] = False
     """evaluate the moving average of the weights (optimizer.ema_decay) instead of the weights"""
 
