@@ -25,7 +25,7 @@ stage 1, and `parallelize` leaves one rank in float32 without FSDP.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -210,15 +210,8 @@ def free_after_backward(stage: nn.Module) -> None:
 def _reshard_after_next_backward(unit: nn.Module, args: object, output: object) -> None:
     """Forward hook: when the gradient of the output arrives, tell `unit` to free its weights after this backward."""
     assert isinstance(unit, FSDPModule)
-    for tensor in _tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: FSDPModule.set_reshard_after_backward(unit, True, recurse=False))
-
-
-def _tensors(output: object) -> Iterator[Tensor]:
-    """Yield the tensors of a module's output: routers return several in a tuple, experts a list of tuples."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, tuple | list):
+    if isinstance(output, tuple | list):  # of routers a tuple of tensors, of experts a list of tuples
         for part in output:
-            yield from _tensors(part)
+            _reshard_after_next_backward(unit, args, part)
+    elif isinstance(output, Tensor) and output.requires_grad:
+        output.register_hook(lambda gradient: FSDPModule.set_reshard_after_backward(unit, True, recurse=False))
