@@ -20,7 +20,7 @@ MOST_PROCESSES = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How often each fault of tests/faults is tried."""
+    """How often each fault is tried."""
     parser.addoption("--trials", type=int, default=1, help="of each fault, and of a dozen kills of copies")
 
 

@@ -55,15 +55,15 @@ def calls_of_a_step(settings: Settings) -> list[str]:
             for name in ("gate", "up", "down"):
                 shared.get_submodule(f"{name}_proj").register_forward_hook(partial(note_product, name))
         (experts,) = (module for module in stage.modules() if isinstance(module, Experts))
-        transform = experts.transform
+        gated = experts.gated
 
-        def noting_transform(rows: Tensor, ends: Tensor) -> Tensor:
-            out = transform(rows, ends)
-            note_product("experts", experts, rows, out)
+        def noting_gated(gate: Tensor, up: Tensor) -> Tensor:
+            out = gated(gate, up)
+            note_product("experts", experts, gate, out)
             return out
 
         if settings.get("parallel.expert_chunks", 1) > 1:
-            experts.transform = noting_transform  # type: ignore[method-assign]
+            experts.gated = noting_gated
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         stage(tokens, torch.arange(8).unsqueeze(0), None, tokens).backward()
     return calls
