@@ -83,7 +83,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         data.validation_sequences(config.evaluate.sequences)
 
     optimizer = build_optimizer(stages, config.optimizer)
-    average = WeightAverage(stages, config.optimizer.ema_decay)
+    average = WeightAverage(stages, config.optimizer.ema_decay, config.optimizer.ema_offload)
     average.follow(optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)

@@ -107,6 +107,7 @@ CONTRADICTED: dict[
     "optimizer.muon_momentum": (0.9, {"optimizer.name": "sgd"}, {"optimizer.name": "muon"}),
     "optimizer.adjust_lr_fn": ("match_rms_adamw", {}, {"optimizer.name": "muon"}),
     "evaluate.ema": (True, {}, {"optimizer.ema_decay": 0.9}),
+    "optimizer.ema_offload": (True, {}, {"optimizer.ema_decay": 0.9}),
     "generate.ema": (True, {}, {"optimizer.ema_decay": 0.9}),
     "optimizer.embedding_rate": (2.0, {"lora.rank": 4}, {"model.frozen": "layers.*"}),
     "optimizer.embedding_decay": (3.0, {"optimizer.weight_decay": 0.0}, {}),

@@ -53,6 +53,21 @@ def test_the_dry_run_predicts_the_peak() -> None:
         assert abs(peak.difference) <= WITHIN, peak
 
 
+def test_the_average_leaves_the_device_and_each_weight_is_copied_there() -> None:
+    average: Settings = {"optimizer.ema_decay": 0.999}
+    moved = average | {"optimizer.ema_offload": True}
+    reports = measure_all({"device": arguments(average), "host": arguments(moved)})
+    device, host = reports["device"], reports["host"]
+    parameters = 2 * 9 + 3
+    model = load_config([*arguments(), "--run.dry_run=true"]).model
+    assert device["live"] - host["live"] == pytest.approx(4 * parameter_count(model) / 8 / GIB, rel=0.02)
+    out, back = copies(host)
+    assert (out, back) == (copies(device)[0] + parameters + 1, copies(device)[1])  # and whether the step is applied
+    assert host["launches"] < device["launches"]
+    for peak in peaks(arguments(moved), 8):
+        assert abs(peak.difference) <= WITHIN, peak
+
+
 def test_inputs_of_blocks_leave_the_device() -> None:
     """Without a wait: at the peak, which is at the loss, all have left."""
     recompute: Settings = {"recompute.mode": "full", "model.layers": 12, "training.loss_chunk": 1024}

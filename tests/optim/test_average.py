@@ -34,15 +34,17 @@ TIED: Settings = {"model.tied_embeddings": True}
 SHARDED: Settings = {"parallel.dp_shard": 2, "model.experts": 4, "model.router_bias": True}
 SHARDED["model.router_bias_rate"] = 0.01
 PIPELINE: Settings = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4, **TIED}
+HOST: Settings = {"parallel.tp": 2, "model.layers": 4, "optimizer.ema_offload": True}
 NARROW: Settings = {"parallel.dp_shard": 2, "training.weights_dtype": "bfloat16"}
-LAYOUTS = [SHARDED, PIPELINE, NARROW]
+LAYOUTS = [SHARDED, PIPELINE, NARROW, HOST]
 """a part of each weight and a buffer that moves; a weight of which a rank has two copies"""
 
 
 class Run(Trainer):
     def __init__(self, settings: Settings, folder: Path | None = None) -> None:
         super().__init__(tiny({**SMALL, **settings}))
-        self.average = WeightAverage(self.stages, self.config.optimizer.ema_decay)
+        optimizer = self.config.optimizer
+        self.average = WeightAverage(self.stages, optimizer.ema_decay, optimizer.ema_offload)
         self.average.follow(self.optimizer)
         if folder is not None:
             options: dict[str, Any] = {"host_group": dist.group.WORLD, "extra_state": self.average.tensors}
@@ -83,7 +85,7 @@ def error_of_layout(settings: Settings) -> float:
     return max(float(np.abs(averages[name] - value).max()) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("settings", LAYOUTS, ids=["sharded", "pipeline", "bfloat16"])
+@pytest.mark.parametrize("settings", LAYOUTS, ids=["sharded", "pipeline", "bfloat16", "host"])
 def test_averages_are_those_of_a_hand_loop(settings: Settings) -> None:
     for error in run(error_of_layout, 2, settings):
         assert error <= 1e-6
@@ -120,6 +122,8 @@ def test_a_step_that_is_skipped_changes_no_bit(is_forks: bool) -> None:
 def averaged_copies(settings: Settings) -> int:
     """Return how many parameters of this rank's stages have their average in place, both copies of a tied one too."""
     trained = Run(settings)
+    if trained.config.optimizer.ema_offload:  # as on a GPU, where averages are on another device
+        vars(trained.average)["_is_like_weight"] = lambda name: False
     trained.take(1, 1)
     weights, averages = trained.weights(), trained.averages()
     count = 0
@@ -142,6 +146,10 @@ def test_both_copies_of_a_tied_embedding_are_replaced_where_a_rank_has_two() -> 
 
 def test_averages_are_rounded_in_place_of_weights_in_bfloat16_and_stay() -> None:
     assert run(averaged_copies, 2, NARROW) == [0, 0]
+
+
+def test_averages_on_the_host_are_copied_in_place_of_weights_and_stay() -> None:
+    assert run(averaged_copies, 2, HOST) == [0, 0]
 
 
 def test_without_a_decay_there_is_none() -> None:
@@ -178,7 +186,8 @@ def resume_on(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def test_averages_resume_on_another_layout_to_the_bit(tmp_path: Path) -> None:
-    saved = run(save_on, 2, {"parallel.tp": 2, "model.layers": 4, **TIED}, tmp_path)[0]
+    """Also from the host."""
+    saved = run(save_on, 2, {**HOST, **TIED}, tmp_path)[0]
     for of_rank in run(resume_on, 2, PIPELINE, tmp_path):
         for name, value in of_rank["averages"].items():
             np.testing.assert_array_equal(value, saved[name], name)

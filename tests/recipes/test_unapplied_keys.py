@@ -171,7 +171,7 @@ EVERYTHING = [  # that one run can have
     *("--model.experts=4", "--model.router_bias=true", "--model.router_bias_rate=0.01", "--model.balance_loss=global"),
     *("--model.pattern=local,full", "--model.kinds.local.window=16", "--model.kinds.full.rope_theta=500"),
     *("--model.frozen=embed_tokens.*", "--model.base_width=16"),
-    *(*EMA, "--evaluate.ema=true", "--training.weights_dtype=bfloat16"),
+    *(*EMA, "--optimizer.ema_offload=true", "--evaluate.ema=true", "--training.weights_dtype=bfloat16"),
 ]
 
 
@@ -235,7 +235,7 @@ def test_the_recipe_for_reading_refuses_what_it_lacks_and_names_what_it_leaves_o
         "run": replace(config.run, deterministic=True, dry_run=True),
         "model": replace(config.model, from_hf="a", upcycle=True, upcycle_noise=0.1),
         "training": replace(config.training, on_nonfinite="stop", max_consecutive_nonfinite=3, z_loss=0.1),
-        "optimizer": replace(config.optimizer, ema_decay=0.9),
+        "optimizer": replace(config.optimizer, ema_decay=0.9, ema_offload=True),
     }
     with pytest.raises(UserError) as error:
         minimal.main(replace(config, **changes))

@@ -96,8 +96,8 @@ INITIAL = AppliedBy("Checkpointer(..., initial=initial_weights(config)) and its 
 BALANCE = AppliedBy("ExpertBalance(stages, config.training), which TrainStep has")
 HEALTH = AppliedBy("monitor.step(n) and monitor.log(...)")
 AVERAGING = AppliedBy(
-    "WeightAverage(stages, config.optimizer.ema_decay), its follow(optimizer), and below checkpoints.resume() its "
-    "restart(checkpoints.missing_extra_state)"
+    "WeightAverage(stages, config.optimizer.ema_decay, config.optimizer.ema_offload), its follow(optimizer), and below "
+    "checkpoints.resume() its restart(checkpoints.missing_extra_state)"
 )
 EVALUATION = AppliedBy("data.validation_sequences(config.evaluate.sequences), and evaluate(...) where it is due")
 EPOCHS = AppliedBy("data.steps_of_epochs(config.finetune.epochs), whose steps are trained")
@@ -681,8 +681,7 @@ class Data:
     """how texts become sequences; concatenate: one after another, cut wherever a sequence ends; best_fit: whole, cut
     only if longer than a sequence, with a little padding that is not trained"""
     fim_rate: Fraction = 0.0
-    """share of the documents in data.sources whose middle is trained after the suffix (fill-in-the-middle); it
-    belongs to the tokens of a corpus, so sources of tokens have their own"""
+    """share of the documents whose middle is trained after the suffix (fill-in-the-middle); a corpus has its own"""
     fim_style: Annotated[Literal["psm", "spm"], Needs("data.fim_rate over 0")] = "psm"
     """fill-in-the-middle: psm: prefix, suffix, middle; spm: suffix, then prefix and middle"""
     fim_tokens: Annotated[tuple[str, ...], Needs("data.fim_rate over 0")] = (
@@ -773,8 +772,7 @@ class Optimizer:
     state_dtype: Annotated[Literal["float32", "bfloat16", "int8"], ADAMW] = "float32"
     """adamw, muon: dtype of the moments, rounded at random without bias; int8: in blocks of 32 with a scale"""
     offload: Annotated[bool, Needs('optimizer.name = "adamw"')] = False
-    """adamw: keep moments in float32 or bfloat16 in the host's memory, and update there: 8 bytes of a GPU less per
-    parameter (4 in bfloat16), and longer steps"""
+    """adamw: moments and their update on the host: 8 bytes of a GPU less per parameter (4 in bfloat16), longer steps"""
     momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999), Needs('optimizer.name = "sgd"')] = 0.0
     """sgd: momentum"""
     muon_momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999), Needs('optimizer.name = "muon"')] = 0.95
@@ -798,6 +796,8 @@ class Optimizer:
     """weight decay of norms, biases and learned positions, as a multiple of weight_decay"""
     ema_decay: Annotated[float, Bound(at_least=0.0, at_most=0.9999999), AVERAGING] = 0.0
     """decay per step of an exponential moving average of the weights, saved with them, such as 0.999; 0: none"""
+    ema_offload: Annotated[bool, Needs("optimizer.ema_decay over 0"), AVERAGING] = False
+    """the average, and its update, on the host: 4 bytes of a GPU less per parameter, longer steps"""
 
 
 @dataclass(frozen=True)

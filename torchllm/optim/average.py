@@ -30,14 +30,20 @@ class WeightAverage:
     With a decay of 0 it has no tensors, and its methods do nothing.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], decay: float) -> None:
-        """Begin with the weights of `stages`. Call it before the first step, while FSDP's weights are sharded."""
+    def __init__(self, stages: Sequence[nn.Module], decay: float, offload: bool = False) -> None:
+        """Begin with the weights of `stages`. Call it before the first step, while FSDP's weights are sharded.
+
+        offload: keep the averages in the host's memory. FOOTGUN: each step waits for the device and for copies of all
+        weights.
+        """
         self.decay = decay
         self.stages = stages
         self.tensors: dict[str, Tensor] = {}
         """averages by name, for `Checkpointer(extra_state=...)`; they have the sharding of the weights"""
         self.weights: dict[str, list[Tensor]] = {}
         """by the same names; two where a rank holds both copies of a tied embedding"""
+        self.device = torch.device("cpu") if offload else None
+        """of the averages; None: the weights'"""
         self._is_followed = self._is_restarted = False
         _AVERAGES.add(self)
         if not decay:
@@ -52,7 +58,7 @@ class WeightAverage:
         for name, (averaged, *_) in self.weights.items():
             # The average of weights in bfloat16 is float32: it moves by less than bfloat16 can tell.
             dtype = torch.float32 if averaged.dtype == torch.bfloat16 else averaged.dtype
-            self.tensors[name] = torch.zeros_like(averaged, dtype=dtype).detach()
+            self.tensors[name] = torch.zeros_like(averaged, dtype=dtype, device=self.device).detach()
         needs_state("optimizer.ema_decay", self.tensors)
         self._copy_weights(self.tensors)
 
@@ -81,6 +87,7 @@ class WeightAverage:
     def _note_applied(self) -> None:
         if self._is_followed and self._is_restarted:
             applied("optimizer.ema_decay", self.decay)
+            applied("optimizer.ema_offload", self.device is not None)
 
     @torch.no_grad()
     def _update(self, optimizer: Any, *_: object) -> None:
@@ -88,11 +95,12 @@ class WeightAverage:
 
         Each operation rounds once. A fused one would round differently by an element's position in its shard.
         """
-        skipped = getattr(optimizer, "found_inf", 0)  # an optimizer without it is not called for a skipped step
-        share = (skipped == 0) * (1.0 - self.decay)
+        skipped = torch.as_tensor(getattr(optimizer, "found_inf", 0))  # without it, it is not called for a skipped step
+        share = ((skipped == 0) * (1.0 - self.decay)).to(self.device or skipped.device)
         for name, average in self.tensors.items():
             local = local_tensor(average)
-            local.add_((local_tensor(self.weights[name][0]) - local).mul_(share))
+            weight = local_tensor(self.weights[name][0]).to(self.device or local.device)
+            local.add_((weight - local).mul_(share))
 
     @contextmanager
     def in_place_of_weights(self, wanted: bool) -> Iterator[None]:
@@ -107,18 +115,25 @@ class WeightAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Return a context that replaces the model's weights by the averages, rounded to the dtype of the weights."""
-        narrow = {name: self.weights[name][0] for name in self.tensors if self._is_wider_than_weight(name)}
-        former = {name: local_tensor(weight).detach().clone() for name, weight in narrow.items()}
+        unlike = [name for name in self.tensors if not self._is_like_weight(name)]
+        former = {name: self._copy_of_weight(name) for name in unlike}
         self._swap()
-        self._fill({name: local_tensor(self.tensors[name]) for name in narrow})
+        self._fill({name: local_tensor(self.tensors[name]) for name in unlike})
         try:
             yield
         finally:
             self._fill(former)
             self._swap()
 
-    def _is_wider_than_weight(self, name: str) -> bool:
-        return self.tensors[name].dtype != self.weights[name][0].dtype
+    def _is_like_weight(self, name: str) -> bool:
+        """Return whether an average has the dtype of its weight, and is on the same device."""
+        average, weight = self.tensors[name], self.weights[name][0]
+        return average.dtype == weight.dtype and average.device == weight.device
+
+    def _copy_of_weight(self, name: str) -> Tensor:
+        """Return a copy of this rank's part of a weight, on the device of the averages."""
+        weight = local_tensor(self.weights[name][0]).detach()
+        return weight.to(self.device or weight.device, copy=True)
 
     @torch.no_grad()
     def _fill(self, values: Mapping[str, Tensor]) -> None:
@@ -129,9 +144,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Swap averages and weights of the same dtype, one tensor at a time."""
+        """Swap averages and weights of the same dtype and device, one tensor at a time."""
         for name, average in self.tensors.items():
-            if self._is_wider_than_weight(name):
+            if not self._is_like_weight(name):
                 continue
             local = local_tensor(average)
             former_weight = local_tensor(self.weights[name][0]).clone()

@@ -74,7 +74,7 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     scales of weights that FSDP gathers as float8.
     """
     for key in fields(config):
-        if key.name != "ema_decay":  # of `optim/average.py`
+        if not key.name.startswith("ema_"):  # of `optim/average.py`
             applied(f"optimizer.{key.name}", getattr(config, key.name))
     groups = parameter_groups(stages, config)
     optimizer: torch.optim.Optimizer

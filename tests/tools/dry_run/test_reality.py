@@ -150,7 +150,7 @@ def really_held(settings: Settings) -> dict[str, Any]:
     config = tiny(settings)
     mesh, stages = build(config)
     optimizer = build_optimizer(stages, config.optimizer)
-    average = WeightAverage(stages, config.optimizer.ema_decay)
+    average = WeightAverage(stages, config.optimizer.ema_decay, config.optimizer.ema_offload)
     average.follow(optimizer)
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
     batches = my_batches(config, mesh, 1, ragged=False)
@@ -248,13 +248,18 @@ def moments_of_the_shared_gates(model: Model) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_moments_on_the_host_are_no_memory_of_the_device(dtype: str) -> None:
+def test_moments_and_averages_on_the_host_are_no_memory_of_the_device(dtype: str) -> None:
     """Nothing else of a step changes, and their bytes are told separately."""
     settings: Settings = {"parallel.dp_shard": 2, "optimizer.state_dtype": dtype, "training.weights_dtype": dtype}
-    config, offloaded = tiny(settings), tiny(settings | {"optimizer.offload": True})
-    on_device, on_host = (apart(trace, chosen, torch.float32, 0, 4, 1, 0) for chosen in (config, offloaded))
-    (moments,) = {span.start["optimizer"] for span in on_device.spans}
-    assert (on_device.host, on_host.host) == (0, moments)
-    for before, after in zip(on_device.spans[:-1], on_host.spans[:-1], strict=True):
-        assert before.peak - Counter(optimizer=moments) == +after.peak
-    assert on_host.spans[-1].peak.total() <= on_device.spans[-1].peak.total() - moments
+    settings["optimizer.ema_decay"] = 0.9
+    offloads: list[Settings] = [{}, {"optimizer.offload": True}, {"optimizer.ema_offload": True}]
+    offloads.append(offloads[1] | offloads[2])
+    on_device, *others = (apart(trace, tiny(settings | keys), torch.float32, 0, 4, 1, 0) for keys in offloads)
+    (states,) = {span.start["optimizer"] for span in on_device.spans}
+    moments, averages, all_states = (on_host.host for on_host in others)
+    assert (on_device.host, moments + averages, all_states) == (0, states, states)
+    assert min(moments, averages) > 0
+    for on_host in others:
+        for before, after in zip(on_device.spans[:-1], on_host.spans[:-1], strict=True):
+            assert before.peak - Counter(optimizer=on_host.host) == +after.peak
+        assert on_host.spans[-1].peak.total() <= on_device.spans[-1].peak.total() - on_host.host

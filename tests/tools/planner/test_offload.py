@@ -9,7 +9,8 @@ from tests.tools.planner.test_predict import case
 from torchllm.config import Optimizer, Recompute, Training
 from torchllm.config.errors import UserError
 from torchllm.tools.planner.cluster import Host
-from torchllm.tools.planner.offload import USABLE, exposed_copy_seconds, host_update_seconds
+from torchllm.tools.planner.compute import memory_seconds
+from torchllm.tools.planner.offload import USABLE, average_seconds, exposed_copy_seconds, host_update_seconds
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
 from torchllm.tools.planner.predict import predict
 
@@ -40,6 +41,27 @@ def test_a_billion_parameters(host: Host, dtype: str, seconds: float) -> None:
     assert predict(replace(offloaded, optimizer=Optimizer())).on_host == 0
 
 
+@pytest.mark.parametrize(("dtype", "weight"), [("float32", 4), ("bfloat16", 2)])
+def test_an_average_on_the_host_is_copied_and_then_moved(dtype: str, weight: int) -> None:
+    layout = case(hardware=replace(dgx_a100(), host=Host(10e9, 20e9)))
+    predictions = []
+    for offload in (False, True):
+        optimizer = Optimizer(ema_decay=0.9, ema_offload=offload)
+        training = Training(weights_dtype=dtype)  # type: ignore[arg-type]  # one of its words
+        software = with_optimizer_states(layout.software, layout.model, training, optimizer)
+        averaged = replace(layout, software=software, optimizer=optimizer)
+        predictions.append(predict(averaged))
+    seconds = weight / 10 + (weight + 8 + 12 + 12) / 20  # difference of two, its product, sum of two
+    assert average_seconds(averaged, 1e9) == pytest.approx(seconds)
+    on_device, on_host = predictions
+    parameters = 13.0e9 / 8
+    assert on_device.memory.optimizer - on_host.memory.optimizer == pytest.approx(4 * parameters, rel=0.01)
+    assert (on_device.on_host, on_host.on_host) == (0, pytest.approx(4 * parameters, rel=0.01))
+    saved = memory_seconds(2 * 4 * parameters, layout.hardware)
+    longer = on_host.terms["optimizer"] - on_device.terms["optimizer"]
+    assert longer == pytest.approx(seconds * parameters / 1e9 - saved, rel=0.01)
+
+
 def test_the_host_must_have_room() -> None:
     """A layout with the moments on the host fits up to `USABLE` of a GPU's share of the host's memory."""
     layout = case(mode="full", hardware=replace(dgx_a100(), host=LINK))
@@ -67,7 +89,7 @@ def test_inputs_of_blocks_on_the_host_are_those_of_the_micro_batches_in_flight()
 
 def test_a_cluster_without_a_host_has_no_price() -> None:
     layout = case(hardware=replace(dgx_a100(), host=Host()), optimizer=None)
-    with pytest.raises(UserError, match=r"cluster file of .* has no \[host\] .* set both to false"):
+    with pytest.raises(UserError, match=r"cluster file of .* has no \[host\] .* set them to false"):
         predict(replace(layout, optimizer=Optimizer(offload=True)))
 
 

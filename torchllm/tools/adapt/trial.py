@@ -44,7 +44,7 @@ def build_trial(config: Config, runtime: Runtime, mesh: Mesh) -> Trial:
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)
     optimizer = build_optimizer(stages, config.optimizer)
-    WeightAverage(stages, config.optimizer.ema_decay).follow(optimizer)
+    WeightAverage(stages, config.optimizer.ema_decay, config.optimizer.ema_offload).follow(optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, training, dtype)
     step = TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, training, device)

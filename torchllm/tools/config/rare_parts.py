@@ -177,6 +177,7 @@ def graph_problems(config: Config) -> Iterator[ConfigError]:
         "data.document_mask": (config.data.document_mask, "each micro batch has another number of documents"),
         "float8.recipe": (config.float8.is_on, "the scales of float8 weights are made anew in each step"),
         "optimizer.offload": (config.optimizer.offload, "graphs spare the host, for which each step waits then"),
+        "optimizer.ema_offload": (config.optimizer.ema_offload, "each step waits for copies of all weights"),
         "recompute.offload": (config.recompute.offload, "copies to the host are not captured"),
         "run.device": (config.run.device == "cpu", "a CPU has no CUDA graphs"),
     }

@@ -248,9 +248,9 @@ def assumptions(report: Report) -> Iterator[str]:
     if config.compile.graphs:
         yield "the CUDA graph's pool stays after backward; not counted: an evaluation, which comes on top of it"
     yield "not counted: the allocator's gaps, buffers of the communication library, CUDA's own: some GiB on a GPU"
-    if config.optimizer.offload:
+    if any(kind.host for kind in report.kinds):
         of_kinds = " or ".join(dict.fromkeys(size(kind.host) for kind in report.kinds))
-        yield f"not counted: {of_kinds} of moments of a rank in its host's memory"
+        yield f"not counted: {of_kinds} of a rank's moments or averages in its host's memory"
     yield "sent: in rings, each collective once round"
     if config.parallel.ep > 1:
         yield "tokens use all experts equally often: a rank whose experts are chosen more often holds and receives more"

@@ -202,8 +202,11 @@ def _trace(
             # It holds memory of the host alone.
             optimizer.update_part = lambda *of_parameter: None  # type: ignore[method-assign]  # as of `store`
             on_host = list(_state(optimizer))
-        average = WeightAverage([*stages, *others], config.optimizer.ema_decay)
-        average.follow(optimizer)
+        average = WeightAverage([*stages, *others], config.optimizer.ema_decay, config.optimizer.ema_offload)
+        if average.device is None:
+            average.follow(optimizer)
+        else:  # it holds memory of the host alone
+            on_host += average.tensors.values()
         tracker = Tracker(fake, axis_of_group(mesh) | axis_of_group(line), line.pp.get_group().group_name)
         fewer = replace(training, global_batch_size=training.micro_batch_size * mesh.data_size * micro_batches)
         with tracker:

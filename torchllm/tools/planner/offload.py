@@ -1,4 +1,4 @@
-"""Seconds of copies to the host and back, of the update there, and bytes: `optimizer.offload`, `recompute.offload`."""
+"""Seconds of copies to the host and back, of updates there, and bytes: keys of [optimizer] and `recompute.offload`."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,6 +11,7 @@ from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Host
 from torchllm.tools.planner.compute import ELEMENT_BYTES
 from torchllm.tools.planner.moments import of_rank
+from torchllm.tools.planner.optimizer_states import ENTRY
 from torchllm.tools.planner.parameters import StageSize
 
 USABLE = 0.8
@@ -23,7 +24,8 @@ def host_of(case: Case) -> Host:
     if not host.bandwidth:
         raise UserError(
             f"the cluster file of {case.hardware.gpu} has no [host] with bandwidth and memory_bandwidth (bytes/s), "
-            "which the time of optimizer.offload and recompute.offload follows from: add it, or set both to false"
+            "which the time of optimizer.offload, optimizer.ema_offload and recompute.offload follows from: add it, or "
+            "set them to false"
         )
     return host
 
@@ -40,9 +42,26 @@ def host_update_seconds(case: Case, parameters: float) -> float:
     return parameters * max(copied / host.bandwidth, in_memory / host.memory_bandwidth)
 
 
+def average_seconds(case: Case, parameters: float) -> float:
+    """Return the seconds until an average on the host has followed: nothing overlaps with the copies of the weights.
+
+    parameters: the trained ones of a rank. Three operations read and write the average, the weight and their
+    difference: 32 bytes per parameter.
+    """
+    host, copied = host_of(case), case.software.shards
+    return parameters * (copied / host.bandwidth + (copied + 8 * ENTRY) / host.memory_bandwidth)
+
+
 def moment_bytes(case: Case) -> float:
     """Return the bytes of a parameter's moments on the host."""
+    if not case.optimizer.offload:
+        return 0.0
     return 4.0 if case.optimizer.state_dtype == "bfloat16" else 8.0
+
+
+def state_bytes(case: Case) -> float:
+    """Return the bytes of a parameter's moments and of its average on the host."""
+    return moment_bytes(case) + (ENTRY if case.optimizer.ema_offload else 0.0)
 
 
 def inputs_on_host(case: Case, sizes: Sequence[StageSize], ranks: Iterable[int]) -> float:

@@ -26,7 +26,7 @@ def with_optimizer_states(software: Software, model: Model, training: Training, 
     moments = 0.0  # of the device
     if not optimizer.offload:
         moments = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, optimizer.state_dtype)
-    entries = 1.0 if optimizer.ema_decay else 0.0
+    entries = 1.0 if optimizer.ema_decay and not optimizer.ema_offload else 0.0
     rounded = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, "float32") / ENTRY
     rounding = rounded * ROUNDED[optimizer.state_dtype] + ROUNDED[training.weights_dtype]
     states = software.states + moments - 2 * ENTRY + ENTRY * entries

@@ -20,7 +20,13 @@ from torchllm.tools.planner.experts import expert_parameters, expert_shards
 from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
 from torchllm.tools.planner.muon_time import muon_seconds
-from torchllm.tools.planner.offload import fits_on_host, host_update_seconds, inputs_on_host, moment_bytes
+from torchllm.tools.planner.offload import (
+    average_seconds,
+    fits_on_host,
+    host_update_seconds,
+    inputs_on_host,
+    state_bytes,
+)
 from torchllm.tools.planner.parameters import (
     StageSize,
     different_views,
@@ -132,7 +138,7 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     model_flops = flops_per_token(case.model, length, trained=case.trained)
     mfu = tokens * model_flops / step / peak
     hfu = tokens * hardware_flops(case) / step / peak
-    on_host = _moments_on_host(case, sizes) + inputs_on_host(case, sizes, _ranks_with_most(case, busiest))
+    on_host = _states_on_host(case, sizes) + inputs_on_host(case, sizes, _ranks_with_most(case, busiest))
     has_room = fits_on_host(case, on_host)
     fits = memory.total <= case.hardware.memory and has_room
     return Prediction(step, terms, memory, mfu, hfu, on_host, has_room, fits)
@@ -189,12 +195,13 @@ def step_terms(case: Case, sizes: list[StageSize], pipeline: Pipeline) -> StepTe
     return StepTerms(dict(terms), busiest)
 
 
-def _moments_on_host(case: Case, sizes: Sequence[StageSize]) -> float:
-    """Return the bytes of the moments on the host, of the rank that has most."""
-    if not case.optimizer.offload:
+def _states_on_host(case: Case, sizes: Sequence[StageSize]) -> float:
+    """Return the bytes of the optimizer's states on the host, of the rank that has most."""
+    of_parameter = state_bytes(case)
+    if not of_parameter:
         return 0.0
     ranks = [[sizes[stage] for stage in stages] for stages in stages_of_ranks(case.parallel)]
-    return max(_updated_parameters(case, _sharded_rank(case, stages)) for stages in ranks) * moment_bytes(case)
+    return max(_updated_parameters(case, _sharded_rank(case, stages)) for stages in ranks) * of_parameter
 
 
 def _longest_tail(case: Case, sizes: Sequence[StageSize], cost_of_size: dict[StageSize, StageCost]) -> dict[str, float]:
@@ -268,6 +275,8 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     update = memory_seconds(updated * bytes_per_parameter, case.hardware)
     if case.optimizer.offload:
         update = host_update_seconds(case, updated)
+    if case.optimizer.ema_offload:
+        update += average_seconds(case, updated)
     views = tuple(view for size in sizes for view in size.views)
     return {
         "gradient reduction": reduction + exchange.last_reduction,

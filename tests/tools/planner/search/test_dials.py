@@ -93,6 +93,8 @@ def test_keys_that_a_job_cannot_have_are_not_tried() -> None:
     assert settings(sgd) == {"recompute.offload", "training.loss_chunk"}
     in_8_bits = job_with(28e9, optimizer=Optimizer(state_dtype="int8"))
     assert settings(in_8_bits) == everything - {"optimizer.state_dtype", "optimizer.offload"}
+    averaged = job_with(28e9, optimizer=Optimizer(ema_decay=0.9))
+    assert settings(averaged) == everything | {"optimizer.ema_offload"}
     taken = replace(in_8_bits, offloads_inputs=True, optimizer=Optimizer(offload=True))
     assert settings(taken) == {"training.weights_dtype", "training.loss_chunk"}
 

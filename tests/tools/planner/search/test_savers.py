@@ -42,6 +42,8 @@ def test_they_free_what_they_say() -> None:
     assert by_setting["--optimizer.offload=true"].freed > by_setting["--optimizer.state_dtype=bfloat16"].freed
     assert by_setting["--optimizer.offload=true"].slower > 1
     assert "--training.weights_dtype=bfloat16" in by_setting
+    assert "--optimizer.ema_offload=true" not in by_setting
+    assert "--optimizer.ema_offload=true" in settings(replace(LLAMA, optimizer=Optimizer(ema_decay=0.999)))
     assert "--recompute.offload=true" in settings(replace(LLAMA, recompute=Recompute("full")))
     assert str(full).startswith("--recompute.mode=full frees ")
 

@@ -126,7 +126,8 @@ def why_unplanned(config: Config) -> str:
     # FOOTGUN: the CPU's figures hold for the number of ranks that shared it when they were measured.
     if hardware is None or (name == CPU and config.parallel.ranks != hardware.gpus_per_node):
         return unknown_machine
-    if (config.optimizer.offload or config.recompute.offload) and not hardware.host.bandwidth:
+    optimizer = config.optimizer
+    if (optimizer.offload or optimizer.ema_offload or config.recompute.offload) and not hardware.host.bandwidth:
         return "the cluster file has no [host], which the time of offload follows from"
     return ""
 

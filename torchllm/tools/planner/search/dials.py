@@ -45,6 +45,8 @@ def dials(job: Job) -> Iterator[Dial]:
             yield Dial('training.weights_dtype = "bfloat16"', replace(job, training=rounded))
         if job.hardware.host.bandwidth and not optimizer.offload and optimizer.state_dtype != "int8":
             yield Dial("optimizer.offload = true", replace(job, optimizer=replace(optimizer, offload=True)))
+    if job.hardware.host.bandwidth and optimizer.ema_decay and not optimizer.ema_offload:
+        yield Dial("optimizer.ema_offload = true", replace(job, optimizer=replace(optimizer, ema_offload=True)))
     if optimizer.name != "sgd" and optimizer.state_dtype == "float32" and not optimizer.offload:
         for dtype in ("bfloat16", "int8"):
             narrow = replace(optimizer, state_dtype=dtype)
@@ -76,7 +78,7 @@ class DialedJob(NamedTuple):
 
 
 def dial_sets(job: Job, written: Collection[str] = ()) -> dict[tuple[str, ...], Job]:
-    """Return the job with every set of dials, the smallest set first: at most 40.
+    """Return the job with every set of dials, the smallest set first: at most 40, or 80 with an average.
 
     The keys are the dials' settings, sorted; the first is empty. written: keys that stay as the user set them.
     """

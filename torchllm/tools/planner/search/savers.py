@@ -62,6 +62,8 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
     if config.optimizer.name != "sgd" and config.optimizer.state_dtype == "float32":
         narrow = replace(config.optimizer, state_dtype="bfloat16")
         yield "--optimizer.state_dtype=bfloat16", replace(config, optimizer=narrow)
+    if config.optimizer.ema_decay and not config.optimizer.ema_offload:
+        yield "--optimizer.ema_offload=true", replace(config, optimizer=replace(config.optimizer, ema_offload=True))
     if config.optimizer.name == "adamw":
         if not config.optimizer.offload:
             yield "--optimizer.offload=true", replace(config, optimizer=replace(config.optimizer, offload=True))
