@@ -34,6 +34,16 @@ MANY_HOPS: list[Settings] = [
     {"pp": 2, "dp_replicate": 2, "cp": 2, "schedule": "Interleaved1F1B", "cp_method": "ulysses", "zero_stage": 1},
 ]
 """On 8 ranks down to 1 and up again. One step on each, so that all state is what the layout before has changed."""
+OPTIMISTIC: Settings = {"dp_shard": 2, "ep": 2, "expert_dispatch": "optimistic"}
+EXPERT_HOPS: list[Settings] = [
+    OPTIMISTIC,
+    {},
+    {**OPTIMISTIC, "tp": 2},
+    {"dp_shard": 4, "ep": 4},
+    {**OPTIMISTIC, "pp": 2, "schedule": "1F1B"},
+]
+"""Capacities of buffers are no state of a checkpoint: each layout begins with those of even loads."""
+EXPERTS: Settings = {"model.experts": 8, "model.top_k": 2, "model.router_bias": True, "model.router_score": "sigmoid"}
 
 
 class Hop(NamedTuple):
@@ -107,9 +117,16 @@ def hop_over(layouts: Sequence[Settings], common: Settings, folder: Path) -> lis
     return hops
 
 
-@pytest.mark.parametrize("hops", [FEW_HOPS, pytest.param(MANY_HOPS, marks=pytest.mark.exhaustive)], ids=["few", "many"])
-def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, hops: list[Settings]) -> None:
-    common = {"model.tied_embeddings": True, "training.steps": len(hops), "data.document_mask": True}
+@pytest.mark.parametrize(
+    ("hops", "model"),
+    [
+        pytest.param(FEW_HOPS, {}, id="few"),
+        pytest.param(MANY_HOPS, {}, id="many", marks=pytest.mark.exhaustive),
+        pytest.param(EXPERT_HOPS, EXPERTS, id="experts", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, hops: list[Settings], model: Settings) -> None:
+    common = {"model.tied_embeddings": True, "training.steps": len(hops), "data.document_mask": True, **model}
     (uninterrupted,) = run(train, 1, common, range(1, len(hops) + 1), None)
     saved = uninterrupted.loaded
     for index, layout in enumerate(hops):
