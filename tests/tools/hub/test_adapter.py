@@ -17,6 +17,7 @@ from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_manifes
 from torchllm.config import Checkpoint, Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import Lora
+from torchllm.facts.shapes import parameter_shapes
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.lora import apply_lora
 from torchllm.optim.optimizer import build_optimizer
@@ -170,7 +171,7 @@ def test_the_config_of_an_adapter_is_what_peft_needs() -> None:
         ("/at@home/model", "/at@home/model", None),
     ]:
         config = Config(lora=Lora(rank=3, alpha=12.0, targets=("up_proj", "q_proj")))
-        assert adapter_config(config, base) == {
+        assert adapter_config(config, base, {"up_proj", "q_proj"}) == {
             "base_model_name_or_path": name,
             "bias": "none",
             "fan_in_fan_out": False,
@@ -184,6 +185,28 @@ def test_the_config_of_an_adapter_is_what_peft_needs() -> None:
             "task_type": "CAUSAL_LM",
             "use_rslora": False,
         }, base
+
+
+@pytest.mark.parametrize(("name", "target"), [("nanochat", "up_proj"), ("qwen3.5", "o_proj")])
+def test_peft_reads_updates_of_a_matrix_with_another_name_in_files(name: str, target: str, tmp_path: Path) -> None:
+    """It would drop them without a word."""
+    import peft
+    import transformers
+
+    config = Config(model=model_of(content_of(name)), lora=Lora(rank=2, targets=(target,)))
+    shapes = {key: shape for key, shape in parameter_shapes(config.model).items() if key.endswith(f"{target}.weight")}
+    updates = {}
+    for key, (rows, columns) in shapes.items():
+        layer = key.removesuffix(".weight")
+        updates |= {f"{layer}.lora_A.weight": torch.ones(2, columns), f"{layer}.lora_B.weight": torch.ones(rows, 2)}
+    write_adapter(tmp_path, config, HUB_FAMILIES[content_of(name)["model_type"]], updates, "")
+    published = tmp_path / "published"
+    save_published(name, published)
+    base = transformers.AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(base, tmp_path).state_dict()
+    factors = [tensor for key, tensor in merged.items() if ".lora_" in key]
+    assert len(factors) == len(updates) > 0
+    assert all(tensor.eq(1).all() for tensor in factors)
 
 
 def test_updates_of_a_matrix_that_files_join_with_others_are_refused(tmp_path: Path) -> None:

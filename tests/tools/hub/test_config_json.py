@@ -101,6 +101,41 @@ def test_what_is_written_is_read_alike_by_transformers_and_here() -> None:
         assert read_back.model_type == config.model_type
 
 
+UNSCALED: dict[str, Any] = {"rope_scaling_factor": 1.0, "rope_query_scale": 0.0, "rope_attention_factor": 0.0}
+LINEAR = UNSCALED | {"rope_scaling": "linear", "rope_scaling_factor": 4.0}
+ALTERED: list[tuple[str, dict[str, Any]]] = [
+    ("gpt-oss", {"window": 0, "kinds": Kinds(), "pattern": ()}),
+    ("gemma2", {"window": 0, "kinds": Kinds(), "pattern": ()}),
+    ("ministral", {"window": 0, "kinds": Kinds(), "pattern": ()}),
+    ("ministral3", UNSCALED),
+    ("ministral3", LINEAR),
+    ("ministral3", {"rope_query_scale": 0.0}),
+    ("smollm3", {"rotary_fraction": 0.0, "kinds": Kinds(), "pattern": ()}),
+    ("qwen3-next", {"mixer": "gated_delta", "kinds": Kinds(), "pattern": ()}),
+]
+"""models of a family whose own published model is another"""
+
+
+@pytest.mark.parametrize(("name", "change"), ALTERED)
+def test_an_altered_model_is_exported_as_one_that_transformers_runs(name: str, change: dict[str, Any]) -> None:
+    model = replace(model_of(content_of(name)), **change)
+    family = HUB_FAMILIES[content_of(name)["model_type"]]
+    written = write_config_json(model, family)
+    assert form_of(model_of(written)) == form_of(model)
+    config = transformers.AutoConfig.for_model(**written | dict.fromkeys(["pad_token_id", "eos_token_id"]))
+    computed = getattr(transformers, family.architecture)(config).eval()
+    assert computed(torch.zeros(1, 4, dtype=torch.long), use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "minimax-m2"])
+def test_fields_that_only_vllm_reads_are_written(name: str) -> None:
+    """transformers' class has no such fields."""
+    content = content_of(name)
+    written = write_config_json(model_of(content), HUB_FAMILIES[content["model_type"]])
+    choice = {"deepseek-v3": {"topk_method": "noaux_tc"}, "minimax-m2": {"use_routing_bias": True}}[name]
+    assert written.items() >= {"scoring_func": "sigmoid", **choice}.items()
+
+
 def test_both_spellings_are_read_and_written() -> None:
     """transformers 4 has rope_theta and rope_scaling, transformers 5 rope_parameters."""
     for name, model in models():
@@ -255,8 +290,24 @@ REFUSED = {
             "rope_parameters.full_attention.factor: must be a number",
         ),
         ({"sliding_window": "9"}, "sliding_window: must be a whole number"),
+        (
+            {"rope_parameters": None, "rope_scaling": YARN | {"truncate": False}},
+            "truncate: is false in a table of one of layer_types",
+        ),
+        ({"rope_parameters": {FULL: YARN | {"truncate": False}}}, "truncate: is false in a table of one of"),
     ],
+    "ministral3": [
+        (
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "rope_parameters.llama_4_scaling_beta: is 0.1, without yarn",
+        )
+    ],
+    "deepseek-v3": [({"qk_nope_head_dim": "128"}, "qk_nope_head_dim: must be a whole number")],
     "gemma3": [
+        (
+            {"layer_types": None, "sliding_window_pattern": "6"},
+            "sliding_window_pattern: must be a whole number, not '6'",
+        ),
         ({"rope_local_base_freq": 5e3}, "rope_parameters.rope_theta: is 100.0, but rope_theta is 5000.0"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention: is True: attention to later tokens"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: is 50.0: a soft cap of scores, which transformers"),
@@ -265,6 +316,7 @@ REFUSED = {
         ({"final_logit_softcapping": 0.0}, "final_logit_softcapping: must be over 0, not 0.0"),
     ],
     "gemma4-dense": [
+        ({"per_layer_config": [1]}, "per_layer_config: must have a table for each index of a block"),
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: is 8: embeddings in each block, as in E2B"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers: is 2: keys and values shared by blocks"),
         ({"per_layer_config": {"5": {"head_dim": 8}}}, "per_layer_config: other fields than those of all full blocks"),

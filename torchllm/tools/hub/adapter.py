@@ -4,7 +4,7 @@ peft finds an update by the name of the module that it changes. A name that it d
 warning, and the update is left out: so names come from the table that the weights are exported by.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -141,6 +141,7 @@ def write_adapter(
     """
     shapes = parameter_shapes(config.model)
     tensors = []
+    modules = set()
     for name, factor in updates.items():
         layer, letter = name.removesuffix(".weight").rsplit(".", 1)
         (stored,) = family.tensors_of(f"{layer}.weight", shapes, config.model)
@@ -150,13 +151,18 @@ def write_adapter(
                 "that no adapter can have its updates: export the merged weights, without export.adapter"
             )
         matrix = stored.key.removesuffix(".weight")
+        modules.add(matrix.rpartition(".")[2])
         part = StoredPart(name, first_row=0, rows=len(factor))
         tensors.append(StoredTensor(f"{PEFT_PREFIX}{matrix}.{letter}.weight", tuple(factor.shape), False, (part,)))
     write_safetensors(folder / ADAPTER_WEIGHTS, tensors, lambda tensor: updates[tensor.parts[0].name], dtype)
-    write_json(folder / ADAPTER_CONFIG, adapter_config(config, base))
+    write_json(folder / ADAPTER_CONFIG, adapter_config(config, base, modules))
 
 
-def adapter_config(config: Config, base: str) -> dict[str, Any]:
+def adapter_config(config: Config, base: str, modules: Iterable[str]) -> dict[str, Any]:
+    """Return the file that peft reads. modules: names of the matrices with updates, as files of the family have them.
+
+    FOOTGUN: peft drops the updates of a module that is not named, without a word.
+    """
     lora = config.lora
     name, _, revision = base.partition("@") if is_hub_id(base) else (base, "", "")
     return {
@@ -169,7 +175,7 @@ def adapter_config(config: Config, base: str) -> dict[str, Any]:
         "peft_type": "LORA",
         "r": lora.rank,
         "revision": revision or None,
-        "target_modules": sorted(lora.targets),
+        "target_modules": sorted(modules),
         "task_type": "CAUSAL_LM",
         "use_rslora": False,
     }

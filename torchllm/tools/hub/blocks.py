@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 from torchllm.config import Model
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.hub.families.family import FULL, LAYER_TYPES, SLIDING, FieldError, HubFamily
-from torchllm.tools.hub.rope import FRACTION, has_null_theta, write_no_rope, write_rope, write_rope_by_type
+from torchllm.tools.hub.rope import (
+    FRACTION,
+    has_null_theta,
+    with_query_scale,
+    write_no_rope,
+    write_rope,
+    write_rope_by_type,
+)
 
 Fields = Mapping[str, Any]
 """of config.json"""
@@ -121,7 +128,9 @@ def write_blocks(model: Model, family: HubFamily) -> dict[str, Any]:
     if family.has_rope_by_type:
         written |= write_rope_by_type(dict(zip(types, views, strict=True)), family)
     elif family.has_rotary_positions:
-        written |= write_rope(with_rope) if turned else write_no_rope()
+        written |= write_rope(with_rope) if turned or not family.has_optional_rope else write_no_rope()
+    if family.scales_queries:
+        written |= with_query_scale(written, with_rope)
     if family.rotary_fraction is not None:
         written[FRACTION] = with_rope.rotary_fraction
         written["rope_parameters"][FRACTION] = with_rope.rotary_fraction

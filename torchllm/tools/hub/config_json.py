@@ -230,6 +230,8 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     _read_fields(content, read.family, read)
     _read_blocks(content, read.family, read)
     _check_values(content, read)
+    if read.family.has_scaled_scores and not read.problems:
+        read.values["softmax_scale"] = read_softmax_scale(content, Model(**read.values).head_width)
     if read.family.has_experts:
         _read_experts(content, read.family, read)
     read.unknown_fields = sorted(content.keys() - known_fields(read.family))
@@ -465,8 +467,6 @@ def _read_blocks(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
         if family.has_rotary_positions:
             keys[block] |= _read_rotary_positions(content, block, family, read)
     read.values |= keys_of_blocks(blocks, keys)
-    if family.has_scaled_scores and not read.problems:
-        read.values["softmax_scale"] = read_softmax_scale(content, Model(**read.values).head_width)
 
 
 def _read_full_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> dict[str, Any]:
@@ -592,6 +592,8 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
             is_of_full = config_field in family.full_fields
             of_blocks = [view for view in model.views if family.full_fields and (view.window == 0) == is_of_full]
             value = form_of(of_blocks[0])[config_field.key] if of_blocks else value[0]
+        if config_field.key == "window" and not value and family.says_windows_by_type:
+            value = config_field.default  # of no block; transformers wants a number
         is_absent = config_field.needs != "" and not resolved[config_field.needs]
         if is_absent or (config_field.key in ZERO_MEANS_NULL and value == 0):
             value = None

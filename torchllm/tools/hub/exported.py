@@ -18,8 +18,8 @@ from torchllm.config import Config, Model
 
 log = logging.getLogger("torchllm")
 
-MOST_PADDING = 1024
-"""rows that a vocabulary has more than its tokenizer at most, if they are there to be divided by ranks and tiles"""
+MOST_PADDING = 2048
+"""rows that a vocabulary has more than its tokenizer at most, to be divided by ranks and tiles: gpt-oss has 1,069"""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def without_padding(model: Model, tokenizer_vocab: int, origin: PublishedOrigin)
     model = replace(model, vocab_padding=0)
     if origin.vocab:
         rows = origin.vocab
-        if has_its_tokenizer(model, tokenizer_vocab):
+        if tokenizer_vocab <= model.vocab:
             rows = max(rows, tokenizer_vocab)
         return replace(model, vocab=min(rows, model.vocab))
     if has_its_tokenizer(model, tokenizer_vocab):

@@ -55,7 +55,9 @@ SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
     },
 }
 """rope_type -> its fields, each with the key of [model] that says the same, and its default in transformers"""
-TABLE_FIELDS = {"rope_type", "type", "rope_theta", FRACTION, ORIGINAL_LENGTH, "mrope_section", "mrope_interleaved"}
+TABLE_FIELDS = {
+    *("rope_type", "type", "rope_theta", FRACTION, ORIGINAL_LENGTH, QUERY_SCALE, "mrope_section", "mrope_interleaved"),
+}
 """fields that the tables of all types may have; mrope: which features turn by the places in a picture, which in text
 are the positions"""
 YARN_SCALES = ("mscale", "mscale_all_dim")
@@ -131,6 +133,11 @@ def rope_of_type(fields: Fields, layer_type: str, family: HubFamily) -> Fields:
         raise FieldError("rope_parameters: must have a table for each of layer_types in a model of this type")
     table = tables.get(layer_type) or {}
     scaling = fields.get("rope_scaling") if layer_type == FULL else None
+    for of_type in (table, scaling):
+        if isinstance(of_type, Mapping) and _kind(of_type) == "yarn" and of_type.get("truncate") is False:
+            raise FieldError(
+                "truncate: is false in a table of one of layer_types, where transformers reads none: not supported"
+            )
     fields = {**fields, "rope_parameters": table, "rope_scaling": scaling, ORIGINAL_LENGTH: None}
     if layer_type == FULL:
         return fields
@@ -178,6 +185,8 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in scaling.values()):
         raise FieldError(f"{name}: is another one for each kind of block, which is not supported")
     kind = _kind(scaling)
+    if kind != "yarn" and scaling.get(QUERY_SCALE):
+        raise FieldError(f"{name}.{QUERY_SCALE}: is {scaling[QUERY_SCALE]}, without yarn: not supported")
     if kind == "default":
         return {}
     if kind not in SCALING_FIELDS:
@@ -293,6 +302,12 @@ def write_rope(model: Model) -> dict[str, Any]:
         scaling = {"rope_type": PROPORTIONAL, FRACTION: model.rotary_fraction, **factor}
     parameters = {"rope_theta": model.rope_theta, "rope_type": "default"} | scaling
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling or None, "rope_parameters": parameters}
+
+
+def with_query_scale(written: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    """Return the tables with the fields by which transformers scales queries, also where they stay as they are."""
+    scale = {QUERY_SCALE: model.rope_query_scale, ORIGINAL_LENGTH: model.max_sequence_length}
+    return {name: written[name] and scale | written[name] for name in SPELLINGS}
 
 
 def write_rope_by_type(views: Mapping[str, Model], family: HubFamily) -> dict[str, Any]:

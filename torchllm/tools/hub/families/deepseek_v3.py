@@ -32,12 +32,13 @@ DEEPSEEK_V3 = HubFamily(
         ConfigField("n_group", "router_groups", 8, is_fixed=False),
         ConfigField("topk_group", "router_top_groups", 4, is_fixed=False),
     ),
-    required=(SILU, NO_ATTENTION_BIAS),
-    unwritten=(
+    required=(
+        *(SILU, NO_ATTENTION_BIAS),
+        # transformers ignores them; vLLM has a softmax, and no bias, without them.
         RequiredField("scoring_func", ("sigmoid",), "another score of the router"),
         RequiredField("topk_method", ("noaux_tc",), "another choice of experts"),
-        RequiredField("moe_layer_freq", (1,), "dense blocks after those with experts"),
     ),
+    unwritten=(RequiredField("moe_layer_freq", (1,), "dense blocks after those with experts"),),
     tensors=(*OTHER_TENSORS, *experts.EXPERT_TENSORS),
     stacked_tensors=(*OTHER_TENSORS, *experts.STACKED_TENSORS),
     ignored_tensors=MTP_COPIES,

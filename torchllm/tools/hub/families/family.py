@@ -270,6 +270,11 @@ class HubFamily:
     """a missing width of the feed-forward layer is four times the model's (GPT-2)"""
 
     @property
+    def says_windows_by_type(self) -> bool:
+        """Whether layer_types alone says which blocks have the window: sliding_window is never off."""
+        return self.default_layer_types is not None and not self.has_window_fields
+
+    @property
     def has_rotary_positions(self) -> bool:
         """Whether config.json has the fields of rotary positions."""
         return not FAMILIES[self.features["family"]].learned_positions

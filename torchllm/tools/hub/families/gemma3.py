@@ -5,7 +5,7 @@ GELU, scaled embeddings, and a window in five of six blocks, which turn position
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, HubFamily, RequiredField
+from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, FieldError, HubFamily, RequiredField
 from torchllm.tools.hub.families.llama import DECODER_TENSORS, NO_ATTENTION_BIAS, NORMS_AROUND, decoder_fields
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
 
@@ -36,6 +36,8 @@ FEATURES = {"family": "llama", "norm_position": "both", "norm_offset": True, "ac
 def one_of_six_is_full(fields: Mapping[str, Any], have_rope: Sequence[bool]) -> list[str]:
     """Return layer_types: every sixth block, or every `sliding_window_pattern`-th one, has no window."""
     period = fields.get("sliding_window_pattern") or 6
+    if not isinstance(period, int):
+        raise FieldError(f"sliding_window_pattern: must be a whole number, not {period!r}")
     return [SLIDING if (index + 1) % period else FULL for index in range(len(have_rope))]
 
 

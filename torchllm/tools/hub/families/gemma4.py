@@ -27,6 +27,8 @@ def of_full_blocks(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(types, list) and types:
         fields["layer_types"] = types = [*types[:-1], FULL]
     if tables:
+        if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
+            raise FieldError("per_layer_config: must have a table for each index of a block")
         full = {index for index, kind in enumerate(types or ()) if kind == FULL}
         table, *others = tables.values()
         is_known = all(other == table for other in others) and table.keys() <= OF_FULL.keys()

@@ -31,8 +31,9 @@ MINIMAX_M2 = HubFamily(
         ConfigField("num_local_experts", "experts", 256, other_names=("num_experts",)),
         ConfigField("num_experts_per_tok", "top_k", 8, is_fixed=False),
     ),
-    required=(SILU,),
-    unwritten=(
+    required=(
+        SILU,
+        # transformers ignores them; vLLM needs them.
         RequiredField("use_qk_norm", (True,), "no norms of q and k"),
         RequiredField("qk_norm_type", ("per_layer",), "norms of each head of q and k"),
         RequiredField("scoring_func", ("sigmoid",), "another score of the experts"),
