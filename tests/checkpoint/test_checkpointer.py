@@ -276,13 +276,14 @@ def test_named_checkpoint_must_exist_and_verify(tmp_path: Path) -> None:
         checkpointer(tmp_path / "fresh", resume=str(named)).resume()
 
 
-def test_a_later_attempt_of_a_job_resumes_from_its_own_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("variable", "number"), [(ATTEMPT, "2"), ("SLURM_RESTART_COUNT", "1")])
+def test_a_later_start_of_a_job_resumes_from_its_own_checkpoints(
+    variable: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the config of the first, which may name another run's checkpoint, or none."""
     saved(tmp_path / "old", 5)
     named = str(manifests.step_folder(tmp_path / "old/checkpoints", 5))
-    monkeypatch.setenv(ATTEMPT, "2")
+    monkeypatch.setenv(variable, number)
     assert checkpointer(tmp_path / "new", resume="none").resume() is None
     assert resumed_step(checkpointer(tmp_path / "new", resume=named)) == 5
     saved(tmp_path / "new", 6)

@@ -7,9 +7,10 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,71 @@ def test_a_copy_without_its_manifest_or_suspect_is_not_loaded(tmp_path: Path) ->
     assert steps_in(tmp_path / "copies") == [2, 1]
 
 
+@contextmanager
+def slow_uploads() -> Iterator[threading.Event]:
+    """Uploads wait for the event."""
+    go_on = threading.Event()
+    upload = RemoteFolder.upload
+
+    def wait_and_upload(storage: RemoteFolder, *arguments: Any) -> None:
+        assert go_on.wait(60)
+        upload(storage, *arguments)
+
+    with mock.patch.object(RemoteFolder, "upload", wait_and_upload):
+        yield go_on
+
+
+def test_a_copy_that_takes_longer_than_an_interval_is_made_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder stays so long, and those that come meanwhile are not copied."""
+    local = tmp_path / "run/checkpoints"
+    with slow_uploads() as go_on:
+        saving = checkpoints(tmp_path, keep=1)
+        for step in (1, 2, 3):
+            saving.save(step, {})
+        assert [f"step-0000000{step} is not copied" in caplog.text for step in (1, 2, 3)] == [False, True, True]
+        assert steps_in(local) == [3, 1]
+        go_on.set()
+        wait_for_copy(tmp_path, 1)
+        until(lambda: saving._copies.in_use() is None)
+        saving.save(4, {})
+        wait_for_copy(tmp_path, 4)
+        assert steps_in(local) == [4]
+        saving.close()
+
+
+def test_the_newest_is_copied_when_a_run_ends(tmp_path: Path) -> None:
+    with slow_uploads() as go_on:
+        saving = checkpoints(tmp_path, keep=0)
+        for step in (1, 2, 3):
+            saving.save(step, {})
+        closing = saving._copies._closing  # type: ignore[attr-defined]  # of RemoteCopies
+        threading.Thread(target=lambda: (closing.wait(60), go_on.set())).start()
+        saving.close()
+    assert steps_in(tmp_path / "copies") == [3]  # the first was given up for it
+
+
+def test_a_copy_replaces_a_damaged_checkpoint(tmp_path: Path) -> None:
+    saving = checkpoints(tmp_path, 1.0)
+    for step in (1, 2):
+        saving.save(step, {})
+    saving.close()
+    folder = tmp_path / "run/checkpoints/step-00000002"
+    (data,) = folder.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.chmod(0o600)
+    data.write_bytes(content)
+    later = checkpoints(tmp_path)
+    restored = later.resume()
+    assert restored is not None
+    assert (restored.step, weight(later)) == (2, 1.0)
+    later.close()
+    assert not check_files(folder, manifests.read_manifest(folder))
+    assert list(folder.parent.glob("damaged-*"))
+
+
 def requests_of_a_start(folder: Path) -> list[str]:
     """Resume a run that has lost its folder; return its requests, without those of the owner's lease."""
     requests = []
@@ -221,14 +287,18 @@ def test_training_goes_on_while_storage_fails(tmp_path: Path, outage: Outage, ca
     saving.save(1, {})
     until(lambda: "step-00000001 is not copied yet, training goes on: cannot write X: expired token" in caplog.text)
     saving.save(2, {})  # does not wait
+    assert "step-00000002 is not copied: the copy of step-00000001 takes longer" in caplog.text
     outage.is_on = False
-    until(lambda: steps_in(tmp_path / "copies") == [2, 1])
+    wait_for_copy(tmp_path, 1)
+    until(lambda: saving._copies.in_use() is None)
+    saving.save(3, {})
+    wait_for_copy(tmp_path, 3)
     assert caplog.text.count("expired token") == 1
     outage.is_on = True
-    saving.save(3, {})
+    saving.save(4, {})
     saving.close()  # tries once more, and ends
-    assert "the run ends, and step-00000003 is not copied" in caplog.text
-    assert steps_in(tmp_path / "copies") == [2, 1]
+    assert "the run ends, and step-00000004 is not copied" in caplog.text
+    assert steps_in(tmp_path / "copies") == [3, 1]
 
 
 def test_a_copy_that_was_interrupted_is_made_when_the_run_goes_on(tmp_path: Path, outage: Outage) -> None:

@@ -333,6 +333,20 @@ def test_run_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert list(folder.iterdir()) == [folder / "my run.toml"]
 
 
+def test_a_second_run_in_a_job_does_not_go_on_from_the_first_in_silence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "x.toml").touch()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (folder / "runs/x-7/checkpoints/step-00000004").mkdir(parents=True)
+    (line,) = refusal(capsys, lambda: load_config(["x.toml", "--check"]))
+    assert line.startswith(
+        "x.toml: run.folder: set it: runs/x-7, named after this job, has the checkpoints of an earlier run"
+    )
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # requeued
+    assert check_lines(["x.toml"], capsys)[0]["RUN_FOLDER"] == "runs/x-7"
+
+
 def test_one_device(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "x.toml").write_text("[run]\nfolder='a'\n[parallel]\ntp = 8\ndp_shard = 64\nsequence_parallel = true\n")
     for name, value in (("WORLD_SIZE", "4"), ("NNODES", "2"), ("NPROC", "x")):  # of the job, not of this process

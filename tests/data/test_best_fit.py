@@ -218,6 +218,20 @@ def test_groups_are_counted_once_without_a_token_being_read(source: Source) -> N
     assert copy.window("train", 3, LENGTH).ids.tolist() == corpus.window("train", 3, LENGTH).ids.tolist()
 
 
+def test_many_groups_are_counted_by_several_processes(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_fit_module, "PACKED_TOGETHER", 4096)  # as in the other processes
+    corpus = corpus_of(source)
+    (file,) = (Path(source.path).parent / "cache/best_fit").iterdir()
+    counts = np.load(file)
+    file.unlink()
+    with (
+        mock.patch.object(best_fit_module, "IN_ONE_PROCESS", 0),
+        mock.patch.object(BestFitCorpus, "_pack", side_effect=AssertionError),  # in this process
+    ):
+        assert corpus_of(source).count("train", LENGTH) == corpus.count("train", LENGTH)
+    assert np.array_equal(np.load(file), counts)
+
+
 def test_a_run_that_resumes_keeps_its_packing(source: Source) -> None:
     packed, concatenated = loader_of(source), loader_of(source, packing="concatenate")
     with pytest.raises(DataError, match=r'data\.packing: "best_fit" in the checkpoint, "concatenate" now'):

@@ -105,6 +105,16 @@ def test_a_resumed_run_ends_its_stages_at_their_tokens_with_another_batch(source
         )
 
 
+def test_a_stage_that_another_batch_leaves_without_a_step_is_named(sources: tuple[Source, ...]) -> None:
+    """It is to come: no checkpoint could have its end."""
+    tokens = (MixtureStage(until_tokens=200), MixtureStage(until_tokens=300), MixtureStage())
+    before = loader_of(sources, stage=tokens)
+    state = json.loads(json.dumps(before.state()))
+    larger = loader_of(sources, stage=(replace(tokens[0], global_batch_size=64), *tokens[1:]))
+    with pytest.raises(DataError, match=r"data\.stage\.1\.until_tokens: the stage before it ends later, at step \d+"):
+        larger.load_state(state)
+
+
 def test_a_length_that_a_source_does_not_have_is_named(sources: tuple[Source, ...]) -> None:
     with pytest.raises(DataError, match=r"shorter than one sequence of data\.stage\.1\.sequence_length = 99999 tokens"):
         loader_of(sources, stage=(MixtureStage(until=3), MixtureStage(sequence_length=99_999)))

@@ -146,3 +146,22 @@ def test_a_run_whose_rate_does_not_go_on_says_so(
         record["config"]["schedule"]["name"] = "of a fork"
         LearningRate(now, PEAK, 8).log_jump(record, 6)
     assert (line in caplog.text) if line else caplog.text == ""
+
+
+def test_a_rate_by_tokens_jumps_where_a_later_stage_has_another_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def config_of(batch: int) -> Config:
+        stages = (MixtureStage(until=50), MixtureStage(global_batch_size=batch))
+        schedule = Schedule(name="linear", by_tokens=True)
+        optimizer = Optimizer(learning_rate=PEAK)
+        training = Training(steps=STEPS, global_batch_size=4)
+        return Config(training=training, data=Data(stage=stages), schedule=schedule, optimizer=optimizer)
+
+    record = {"config": json.loads(json.dumps(asdict(config_of(8))))}
+    with caplog.at_level("INFO"):
+        for batch, count in ((8, 0), (32, 1)):
+            config = config_of(batch)
+            monkeypatch.setattr("torchllm.optim.schedule.config_in_use", lambda config=config: config)
+            LearningRate(config.schedule, PEAK, STEPS).log_jump(record, 60)
+            assert caplog.text.count("the learning rate jumps") == count

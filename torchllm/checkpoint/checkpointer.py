@@ -38,7 +38,7 @@ from torchllm.checkpoint.background import SAVES_IN_BACKGROUND, saves_in_backgro
 from torchllm.checkpoint.history import CheckpointHistory, Copies, Judgment
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
-from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, FileRecord, Manifest
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan, save_tensors
 from torchllm.checkpoint.state import Part, holds_all_weights
 from torchllm.config.applied_keys import applied, replaced_parts, saves_state
@@ -165,10 +165,24 @@ class Checkpointer:
             check_same_source(initial.key, initial.load(self._stages, self._group), self._record.get("initial"))
 
     def _load(self, folder: Path) -> Manifest:
-        """Load a step folder and return its manifest. Raises DamagedCheckpoint after recording the damage."""
+        """Load a step folder and return its manifest. Raises DamagedCheckpoint after recording the damage.
+
+        A damaged one of which there is a copy is moved aside, and the copy is loaded.
+        """
+        self._copies.fetch(folder)
+        try:
+            return self._load_here(folder)
+        except DamagedCheckpoint as error:
+            if not self._copies.has(folder):
+                raise
+            log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
+        self._history.set_aside(folder)
+        self._copies.fetch(folder)
+        return self._load_here(folder)
+
+    def _load_here(self, folder: Path) -> Manifest:
         from torchllm.checkpoint.load import load_checkpoint  # as above
 
-        self._copies.fetch(folder)
         self._history.is_whole[folder] = False  # until all of it is read: an error below leaves it so
         random, extra = self._random_state(), run_state.parts_of(self._extra_state)
         manifest, self.missing_extra_state = load_checkpoint(
@@ -304,7 +318,7 @@ class Checkpointer:
             raise manifests.lost_save(folder, str(error), run_state.size_in_bytes(parts)) from error
         log_on_first(self._group, f"saved {folder}")
         self._report_long_save(time.monotonic() - began)
-        self._history.published(folder, judgment)
+        self._history.published(folder, judgment, self._copies.in_use())
         self._copies.add(folder)
 
     def _report_long_save(self, seconds: float) -> None:

@@ -6,6 +6,7 @@ is proven by a finite evaluation of its weights or of later ones; in a run witho
 
 import logging
 import math
+import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -122,6 +123,14 @@ class Copies:
     def fetch(self, folder: Path) -> None:
         """Copy a step folder of `folders` here if it is not here yet. Raises CheckpointError if it cannot be read."""
 
+    def has(self, folder: Path) -> bool:
+        """Return whether there is a good copy of a step folder, from which it has not been fetched yet."""
+        return False
+
+    def in_use(self) -> Path | None:
+        """Return the step folder that a rank still copies: it must stay."""
+        return None
+
     def loaded(self, folder: Path) -> None:
         """Copy a step folder that a run has loaded, if a copy of it was interrupted."""
 
@@ -173,12 +182,12 @@ class CheckpointHistory:
     def load_asked_for(self, folders: Sequence[Path], load: Callable[[Path], Manifest]) -> Manifest | None:
         """Load the checkpoint of `checkpoint.resume`, from the run's step folders or elsewhere; None: start fresh.
 
-        A later attempt of the same job loads its newest checkpoint, once there is one.
+        A later start of the same job loads its newest checkpoint, once there is one.
         """
         if self._settings.resume == "auto":
             return self._load_newest(folders, load)
         if self._settings.resume == "none":
-            if folders and is_restart():
+            if folders and is_later_start():
                 return self._load_newest(folders, load)
             if folders:
                 raise CheckpointError(
@@ -189,7 +198,7 @@ class CheckpointHistory:
         folder = Path(self._settings.resume)
         step = on_first(self._group, lambda: manifests.read_manifest(folder)).step
         newer = [path for path in folders if manifests.step_of(path) > step and path not in self.suspects]
-        if newer and is_restart():
+        if newer and is_later_start():
             return self._load_newest(folders, load)
         if newer:
             raise CheckpointError(
@@ -274,14 +283,17 @@ class CheckpointHistory:
         proof = self._proof
         return Judgment(proof.proven_until, proof.finite_until, proof.waiting, self._suspicion)
 
-    def published(self, folder: Path, judgment: Judgment) -> None:
-        """Mark checkpoints by a judgment, now that the save that it was made for is published, and delete old ones."""
+    def published(self, folder: Path, judgment: Judgment, in_use: Path | None = None) -> None:
+        """Mark checkpoints by a judgment, now that the save that it was made for is published, and delete old ones.
+
+        in_use: a step folder that stays.
+        """
         self.is_whole[folder] = True
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         folders = [older for older in folders if manifests.step_of(older) <= manifests.step_of(folder)]
         self._mark(judgment, folders)
         if self._settings.keep:
-            self.delete(self._hide_old(folders, judgment))
+            self.delete(self._hide_old([older for older in folders if older != in_use], judgment))
 
     def delete(self, hidden: Sequence[Path]) -> None:
         """Delete hidden folders in the background, each rank its share."""
@@ -307,6 +319,10 @@ class CheckpointHistory:
                 log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
             else:
                 raise CheckpointError(f"{folder}: exists already; a checkpoint is never rewritten")
+        self.set_aside(folder)
+
+    def set_aside(self, folder: Path) -> None:
+        """Move a damaged step folder aside."""
         change_on_first(self._group, self._check_owner, lambda: manifests.set_damaged_aside(folder))
         self.forget(folder)
 
@@ -394,6 +410,11 @@ class CheckpointHistory:
                 self.is_whole[folder] = False
                 log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
         return self.is_whole[folder]
+
+
+def is_later_start() -> bool:
+    """Return whether this job has been started before: again by its launchers, or requeued by Slurm."""
+    return is_restart() or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def folders_to_delete(newest_first: Iterable[Path], keep: int, is_whole: Callable[[Path], bool]) -> list[Path]:

@@ -6,8 +6,11 @@
 
 All ranks copy, each its share of the files, and exchange no message: rank 0 looks until the names of all ranks are
 there, and then writes the manifest. The names have the manifest's hash, since files of an earlier attempt may be there:
-a step that was saved again has other files of the same sizes. A failed copy is tried again while the folder is here;
-training goes on, and the failure is logged. A run whose folder lacks the newest step copies it back, each rank its
+a step that was saved again has other files of the same sizes. A failed copy is tried again; training goes on, and the
+failure is logged. While a folder is copied it stays, and of the checkpoints that follow meanwhile none is copied: the
+next one after it is, and the newest when the run ends.
+
+A run whose folder lacks the newest step copies it back, each rank its
 share; it is verified as it is loaded, like any checkpoint.
 """
 
@@ -20,7 +23,7 @@ from concurrent.futures import wait as wait_for
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, any_rank, log_on_first, on_all, on_first, rank_of, size_of
@@ -43,6 +46,10 @@ LOOK = 5.0
 
 class Incomplete(Exception):
     """Not all ranks have copied their share."""
+
+
+class Superseded(Exception):
+    """The run ends, and there is a newer checkpoint to copy."""
 
 
 def growing_waits(first: float = 1.0, longest: float = 60.0) -> Iterator[float]:
@@ -89,7 +96,11 @@ class RemoteCopies(Copies):
         """step folders that were copied here"""
         self._marked: set[Path] = set()
         """marks that have been copied"""
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._copying: Path | None = None
+        """the step folder that was copied last, or is"""
+        self._left_out: Path | None = None
+        """the newest step folder, if it is not copied since another one is"""
+        self._jobs: Queue[Callable[[], None] | None] = Queue()
         # A daemon: a run that ends by an error does not wait for the storage.
         self._thread = threading.Thread(target=self._work, name="checkpoint-copies", daemon=True)
         self._thread.start()
@@ -100,6 +111,7 @@ class RemoteCopies(Copies):
                 job()
             except Exception:  # a bug: without this thread all later checkpoints would stay uncopied in silence
                 logger.exception("an error in copying checkpoints; training goes on")
+            self._jobs.task_done()
 
     # Reads of a resumed run
 
@@ -148,6 +160,10 @@ class RemoteCopies(Copies):
         on_first(self._group, publish)
         self._fetched.add(folder)
 
+    def has(self, folder: Path) -> bool:
+        is_from_here = folder.parent == self._root and folder not in self._fetched
+        return is_from_here and on_first(self._group, partial(self._is_good, Path(folder.name)))
+
     def loaded(self, folder: Path) -> None:
         is_here = folder.parent == self._root and folder not in self._fetched
         if is_here and not on_first(self._group, partial(self._is_copied, folder)):
@@ -173,7 +189,16 @@ class RemoteCopies(Copies):
     # Writes of a run
 
     def add(self, folder: Path) -> None:
+        if (before := self.in_use()) is not None:
+            self._left_out = folder
+            slow = f"the copy of {before.name} takes longer than the time between checkpoints"
+            log_on_first(self._group, f"{folder.name} is not copied: {slow}", logging.WARNING)
+            return
+        self._copying, self._left_out = folder, None
         self._jobs.put(partial(self._copy, folder))
+
+    def in_use(self) -> Path | None:
+        return self._copying if any_rank(self._group, self._jobs.unfinished_tasks > 0) else None
 
     def mark(self) -> None:
         for mark in self._new_marks():
@@ -184,6 +209,8 @@ class RemoteCopies(Copies):
 
     def close(self) -> None:
         self._closing.set()  # every rank still tries once
+        if self._left_out is not None:
+            self._jobs.put(partial(self._copy, self._left_out))
         self._jobs.put(None)
         self._wait_for_all_ranks(lambda: not self._thread.is_alive(), self._thread.join)
         if self._owner is not None:
@@ -212,6 +239,8 @@ class RemoteCopies(Copies):
         if self._storage.exists(done):  # by a run that was killed before the copy was whole
             return
         while left:
+            if self._closing.is_set() and self._left_out not in (None, folder):
+                raise Superseded
             self._storage.upload(folder / left[0], f"{folder.name}/{left[0]}")
             left.pop(0)
             self._files += 1
@@ -291,8 +320,8 @@ class RemoteCopies(Copies):
             try:
                 action()
                 return True
-            except (FileNotFoundError, DamagedCheckpoint):
-                break  # the folder has been deleted
+            except (FileNotFoundError, DamagedCheckpoint, Superseded):
+                break  # the folder has been deleted, or is not the newest
             except NotOwner as error:
                 logger.error("%s", error)
                 break

@@ -265,8 +265,7 @@ class Model:
     expert_ffn: Annotated[Natural, EXPERTS] = 0
     """width of one expert; 0: ffn"""
     upcycle: Annotated[bool, Needs("model.experts over 0, and model.from_hf or checkpoint.initial"), INITIAL] = False
-    """start each expert as a copy of the feed-forward layer of the dense model that from_hf or checkpoint.initial
-    names; routers start at random"""
+    """experts start as copies of the feed-forward layer of from_hf or checkpoint.initial, routers at random"""
     upcycle_noise: Annotated[NonNegative, Needs("model.upcycle = true"), INITIAL] = 0.0
     """each expert adds this multiple of its random initial weights to its copy"""
     shared_experts: Annotated[Natural, EXPERTS] = 0
@@ -750,8 +749,7 @@ class Training:
     loss_chunk: Annotated[Natural, BUILD] = 0
     """tokens whose logits are in memory at a time; 0: all of a micro batch"""
     z_loss: Annotated[NonNegative, BUILD] = 0.0
-    """weight of the mean square of the logits' log-sum-exp, which is minimized with the loss and logged separately;
-    1e-4 keeps logits from drifting; 0: none"""
+    """weight of the mean square of the logits' log-sum-exp in the loss, logged separately; 1e-4 is usual; 0: none"""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ The documents of a shard are packed in groups of 4,096, in their order, by their
 has: no token is read, and a process packs a group when it reads a sequence of it, and keeps some. Which documents share
 a sequence is the same in each epoch; the order of the sequences is not (`order.py`), and it scatters the long ones and
 the short, and the pieces of a document. The number of sequences of each group, without which there is no order, is
-counted once for a corpus and a length, by the process that prepares, and kept in the cache.
+counted once for a corpus and a length, by the process that prepares, on all cores, and kept in the cache.
 
 A document of more than L tokens becomes pieces of L and a rest. Positions start again in each piece, and nothing
 attends to the piece before it; the last token of a piece still has its label, the first of the next one. So it is for
@@ -13,10 +13,10 @@ held-out tokens that begin within a document.
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +29,15 @@ from torchllm.data.readers import describe_source, verified_records
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.synthetic import Synthetic
 from torchllm.runtime.heartbeat import beat
+from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import show_progress
 
 PACKED_TOGETHER = 4096
 """documents, or examples of conversations, that share sequences"""
 RULES = 2
 """version of the rules of packing: numbers of sequences are kept by it"""
+IN_ONE_PROCESS = 500
+"""groups that one process counts, within seconds"""
 _KEPT_GROUPS = 256
 """groups whose sequences a process keeps, of about 100 KB each"""
 
@@ -107,8 +110,13 @@ def pack_group(borders: Ints, length: int) -> PackedGroup:
 class BestFitCorpus(Corpus):
     """A corpus of texts, whose documents are packed into sequences of one length."""
 
-    def __init__(self, folder: Path, records: Path | None, length: int, cache: Path) -> None:
-        """Read the description of a corpus, and from `cache` how many sequences each group has, or count them."""
+    def __init__(
+        self, folder: Path, records: Path | None, length: int, cache: Path, counts: Ints | None = None
+    ) -> None:
+        """Read the description of a corpus, and from `cache` how many sequences each group has, or count them.
+
+        counts: these numbers; None: they are to be found.
+        """
         super().__init__(folder, records)
         self._length, self._cache = length, cache
         self._first_groups: dict[Split, Ints] = {}
@@ -121,7 +129,7 @@ class BestFitCorpus(Corpus):
         self._group = lru_cache(maxsize=_KEPT_GROUPS)(self._pack)
         self._first_sequences: dict[Split, Ints] = {}
         """first sequence of each group, and the number of sequences"""
-        counts = self._counts()
+        counts = self._counts() if counts is None else counts
         for split in SPLITS:
             own, counts = np.split(counts, [self._first_groups[split][-1]])
             self._first_sequences[split] = np.concatenate([[0], np.cumsum(own)])
@@ -154,16 +162,37 @@ class BestFitCorpus(Corpus):
             known: Ints = np.load(file)
             if known.shape == (len(groups),):
                 return known
-        counts = np.empty(len(groups), dtype=np.int64)
-        for index, (split, group) in enumerate(groups):
-            beat("packing")
-            show_progress(f"{index:,} of {len(groups):,} groups of documents packed".format)
-            counts[index] = len(self._group(split, group).first) - 1
+        counts = self._count(groups)
         self._cache.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{os.uname().nodename}-{os.getpid()}-{file.name}")
         np.save(temporary, counts)
         os.replace(temporary, file)
         return counts
+
+    def _count(self, groups: Sequence[tuple[Split, int]]) -> Ints:
+        """Return the number of sequences of each group. Other ranks wait, so all cores count if there are many."""
+        counts = np.zeros(len(groups), dtype=np.int64)
+
+        def note(found: Iterable[int]) -> None:
+            for index, count in enumerate(found):
+                beat("packing")
+                show_progress(f"{index:,} of {len(groups):,} groups of documents packed".format)
+                counts[index] = count
+
+        if len(groups) < IN_ONE_PROCESS:
+            note(map(self.count_in_group, groups))
+            return counts
+        from concurrent.futures import ProcessPoolExecutor  # of few runs
+        from multiprocessing import get_context
+
+        unknown = self.folder, self._records, self._length, self._cache, counts
+        with ProcessPoolExecutor(usable_cores(), get_context("spawn"), _open_here, unknown) as pool:
+            note(pool.map(_count_here, groups, chunksize=32))
+        return counts
+
+    def count_in_group(self, group: tuple[Split, int]) -> int:
+        """Return the number of sequences of a group."""
+        return len(self._group(*group).first) - 1
 
     def _pack(self, split: Split, group: int) -> PackedGroup:
         """Pack a group. Reads the first tokens of its documents."""
@@ -206,6 +235,18 @@ class BestFitCorpus(Corpus):
             first - int(offsets[document]),
             np.arange(first, end) < total,
         )
+
+
+_opened: list[BestFitCorpus] = []
+"""in a process of the pool: the corpus"""
+
+
+def _open_here(*arguments: Any) -> None:
+    _opened[:] = [BestFitCorpus(*arguments)]
+
+
+def _count_here(group: tuple[Split, int]) -> int:
+    return _opened[0].count_in_group(group)
 
 
 def pack(source: Source, sequences: SequenceSource, data: Data, length: int) -> SequenceSource:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torchllm.config import Schedule
+from torchllm.config import Config, Schedule
 from torchllm.config.applied_keys import applied, config_in_use
 from torchllm.config.stages import span_of, spans_of
 
@@ -38,20 +38,20 @@ class LearningRate:
         log_jump(self, record, step, rate_of)
 
 
-def rate_of(schedule: Schedule, peak: float, steps: int, step: int) -> float:
-    """Return the rate of a step, counted from 1, of a run of `steps` steps."""
+def rate_of(schedule: Schedule, peak: float, steps: int, step: int, sizes: Config | None = None) -> float:
+    """Return the rate of a step, counted from 1, of a run of `steps` steps. sizes: of its steps; None: this run's."""
     position: float = step
     if schedule.by_tokens:
-        position = steps * _tokens_after(step) / _tokens_after(steps)
+        position = steps * _tokens_after(step, sizes) / _tokens_after(steps, sizes)
     if position <= schedule.warmup_steps:
         return peak * position / schedule.warmup_steps
     final = schedule.final_fraction
     return peak * (final + (1.0 - final) * _decay(schedule, steps, position))
 
 
-def _tokens_after(step: int) -> int:
-    """Return the tokens of the steps 1 to `step` of the run."""
-    config = config_in_use()
+def _tokens_after(step: int, sizes: Config | None) -> int:
+    """Return the tokens of the steps 1 to `step` of a run. sizes: as in `rate_of`."""
+    config = sizes or config_in_use()
     return span_of(spans_of(config.data, config.training), step).after(step).tokens
 
 

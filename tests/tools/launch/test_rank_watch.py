@@ -228,6 +228,13 @@ def test_an_attempt_knows_nothing_of_the_ranks_before(node: Node, tmp_path: Path
     assert not node.watch.look(100.0)
 
 
+def test_heartbeats_that_are_removed_end_no_watch(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    assert node.watch.folder is not None
+    node.watch.folder.rmdir()
+    assert node.watch.look(1.0) == node.watch.look(1.0) == []
+    assert capsys.readouterr().err.count("hangs are no longer found here") == 1
+
+
 def test_ranks_hear_of_the_limit_of_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_TIMEOUT, "")
     RankWatch(start_timeout=7.5)

@@ -73,6 +73,18 @@ def test_only_published_checkpoints_count(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 3
 
 
+def test_a_suspect_checkpoint_that_is_replaced_is_progress(tmp_path: Path) -> None:
+    for step in (200, 300):
+        publish(tmp_path, step)
+    suspect = tmp_path / "checkpoints/step-00000300/suspect.json"
+    suspect.write_text("{}")
+    restarts = Restarts(1, tmp_path)
+    assert restarts.newest == 200
+    suspect.unlink()
+    assert [restarts.decide([KILLED], 0) for _ in range(2)] == ["restart", "end"]
+    assert restarts.newest == 300
+
+
 def test_an_ending_says_which_rank_ended_and_how() -> None:
     assert KILLED.describe() == "rank 5 on node-b was killed: SIGKILL"
     assert PartEnding("failed", 1, -40).describe() == "rank 1 was killed: signal 40"

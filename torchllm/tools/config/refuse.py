@@ -27,6 +27,7 @@ from torchllm.tools.config.environment import (
     PER_RANK,
     Ranks,
     default_restarts,
+    is_requeued,
     job_id,
     print_error_lines,
     print_notes,
@@ -165,6 +166,10 @@ def _name_folder(draft: Draft[C]) -> None:
         draft.report(path, f"must be printable, not {shown(run.folder)}")
     elif not run.folder and draft.ranks is not None:
         draft.config = replace(draft.config, run=replace(run, folder=_new_folder(draft.arguments.file)))
+        checkpoints = Path(draft.config.run.folder, "checkpoints")
+        if "SLURM_JOB_ID" in os.environ and not is_requeued() and any(checkpoints.glob("step-*")):
+            report = f"set it: {checkpoints.parent}, named after this job, has the checkpoints of an earlier run in it"
+            draft.report(path, f"{report}; this run would go on from them")
         is_rank_of_several = draft.ranks.are_started and draft.ranks.world != 1 and not draft.arguments.check
         has_nodes = draft.ranks.nodes > 1 or PER_RANK in os.environ
         is_shared = has_nodes or is_rank_of_several

@@ -32,6 +32,7 @@ from torchllm.tools.launch.hang_report import (
 )
 from torchllm.tools.launch.on_event import call_on_event
 from torchllm.tools.launch.process_identity import find_children, process_status
+from torchllm.tools.launch.start_lines import say_line
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,14 @@ class RankWatch:
         beats = []
         stalled = []
         are_reporting = False
-        for file in self.folder.iterdir():
+        try:
+            files = list(self.folder.iterdir())
+        except FileNotFoundError:
+            gone = f"{self.folder} is gone, with the heartbeats of the ranks: hangs are no longer found here"
+            say_line(f"{gone}. The end of a login session may clear /dev/shm (systemd's RemoveIPC)")
+            self.folder = None
+            return []
+        for file in files:
             beat = read_beat(file) if "." not in file.name else None
             if beat is None:
                 continue

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from torchllm.checkpoint.manifest import SUSPECT
 from torchllm.runtime.stop import STOP, STOPPED
 from torchllm.tools.launch.start_lines import say_line
 
@@ -138,10 +139,11 @@ class Restarts:
 
 
 def newest_step(folder: Path) -> int:
-    """Return the highest step of the checkpoints in a run folder; -1 if there is none."""
+    """Return the highest step of the checkpoints in a run folder that are not suspect; -1 if there is none."""
     steps = [-1]
     with suppress(OSError):
         for file in (folder / "checkpoints").glob("*/manifest.json"):
-            if match := _CHECKPOINT.fullmatch(file.parent.name):
+            match = _CHECKPOINT.fullmatch(file.parent.name)
+            if match and not file.with_name(SUSPECT).exists():
                 steps.append(int(match[1]))
     return max(steps)
