@@ -480,6 +480,27 @@ def test_a_rank_that_waits_for_copies_is_not_stuck(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
+def _save_in_background(folder: str) -> list[float]:
+    """Return sums over the ranks that this thread computes while another one saves and copies."""
+    sums = []
+    with mock.patch.object(remote, "RemoteCopies", partial(remote.RemoteCopies, **FAST)):
+        saving = checkpoints(Path(folder), group=dist.group.WORLD, asynchronous=True, keep=1)
+        for step in range(1, 9):
+            saving.save(step, {})
+            for size in range(1, 40):
+                numbers = torch.ones(size)
+                dist.all_reduce(numbers)
+                sums.append(float(numbers.sum()) / size)
+        saving.close()
+    return sums
+
+
+def test_copies_in_the_background_do_not_disturb_messages_of_training(tmp_path: Path) -> None:
+    for sums in workers.run(_save_in_background, 2, str(tmp_path)):
+        assert set(sums) == {2.0}
+    assert steps_in(tmp_path / "copies")[0] == 8
+
+
 @pytest.mark.exhaustive
 def test_ranks_share_the_files_in_a_bucket(tmp_path: Path) -> None:
     with s3_bucket() as bucket:  # the ranks may be older than its environment

@@ -113,7 +113,7 @@ class Checkpointer:
         if settings.remote:
             from torchllm.checkpoint.remote import RemoteCopies  # most runs need none
 
-            self._copies = RemoteCopies(settings.remote, self._root, host_group, settings.keep, settings.keep_every)
+            self._copies = RemoteCopies(settings.remote, self._root, self._group, settings.keep, settings.keep_every)
         CHECKPOINTERS.add(self)
 
     @during("load")
