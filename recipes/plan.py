@@ -37,6 +37,7 @@ from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick, within_risk
+from torchllm.tools.planner.search.auto import job_of
 from torchllm.tools.planner.search.compare import compare
 from torchllm.tools.planner.search.dials import CHUNK, WORTH, DialedJob, dial_lines, turn_dials
 from torchllm.tools.planner.search.explain import (
@@ -437,15 +438,7 @@ def run_explain(options: argparse.Namespace) -> None:
             lines.append(f"{written.origin(problem.path)}: {problem.key}: {problem.message}")
         raise UserError("\n".join(lines))
     gpus = parallel.ranks
-    job = Job(
-        config.model,
-        config.training,
-        read_hardware(cluster),
-        gpus,
-        trained=config.trained,
-        optimizer=config.optimizer,
-        most=options.restrictions.most,
-    )
+    job = replace(job_of(config, gpus, (), read_hardware(cluster)), most=options.restrictions.most)
     layout = layout_of(config)
     for name, most in options.restrictions.most.items():
         if getattr(layout, name) > most:

@@ -88,7 +88,7 @@ def prover(fork: Path, module: ModuleType) -> Prover:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(SP, id="sp"),
+        pytest.param(SP, id="sp", marks=pytest.mark.exhaustive),
         pytest.param(RING, id="ring"),
         pytest.param({"parallel.pp": 2, **FULL}, id="pp, recomputed"),
         pytest.param({**SP, **RING}, id="sp, ring", marks=pytest.mark.exhaustive),

@@ -129,6 +129,7 @@ def rung_of(size: str, ladder: Ladder, config: str) -> Rung:
     steps = sized.training.steps
     values |= {"--evaluate.interval": str(steps), "--metrics.log_interval": str(max(1, steps // 100))}
     values |= {"--generate.after_training": "false"}
+    values |= {"--checkpoint.remote": "", "--checkpoint.resume": "auto"}  # or a size would go on from the one before
     given = [override.partition("=")[0] for override in ladder.overrides]
     overrides = (*[f"{key}={value}" for key, value in values.items() if key not in given], *ladder.overrides)
     run = _resolved(config, overrides, ladder.processes)
@@ -244,7 +245,10 @@ def read_sizes(file: Path) -> list[Measured]:
         return []
     with file.open(newline="") as opened:
         rows = list(csv.reader(opened))[1:]
-    return [Measured(size, int(n), int(d), float(compute), float(loss)) for size, n, d, compute, loss in rows]
+    try:
+        return [Measured(size, int(n), int(d), float(compute), float(loss)) for size, n, d, compute, loss in rows]
+    except ValueError as error:
+        raise UserError(f"{file}: {error}: remove the row, and its size is trained again") from error
 
 
 def write_sizes(file: Path, rows: Sequence[Measured]) -> None:

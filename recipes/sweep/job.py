@@ -37,7 +37,10 @@ MEASURING = (
     "--metrics.breakdown_interval=0",
     "--evaluate.interval=0",
     "--data.stage=[]",
+    "--evaluate.tasks_interval=0",
     "--checkpoint.interval=0",
+    "--checkpoint.remote=",  # or a layout would go on from the one before, and the run itself from the last
+    "--checkpoint.resume=auto",
     "--generate.after_training=false",
     "--schedule.warmup_steps=0",
     "--schedule.decay_steps=0",
@@ -206,6 +209,8 @@ def read_outcome(exit_status: int | None, log: str, metrics: Path, timeout: floa
         return {"status": "timeout", "note": f"not done after {timeout:g} s"}
     if exit_status != 0:
         return explain_failure(exit_status, log)
+    if not metrics.is_file():
+        return {"status": "crash", "note": "the job wrote no metrics.jsonl"}
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [record for record in records if "step_seconds" in record]
     counted = steps[1:]  # the first one allocates and compiles

@@ -133,6 +133,9 @@ def main(arguments: list[str]) -> None:
     results = folder / "results.csv"
     measured = {row["layout"] for row in read_results(results)}
     layouts = combinations(sweep)
+    if options.planner_top is not None and options.planner_top < 1:
+        print(f"--planner-top: must be at least 1, not {options.planner_top}", file=sys.stderr)
+        raise SystemExit(2)
     if options.planner_top is not None:
         try:
             layouts = promising(config, layouts, sweep.processes, options.planner_top)
@@ -222,6 +225,7 @@ def promising(config: str, layouts: Sequence[Overrides], processes: int, count: 
     The others are a quarter of `count`, at least two, evenly spread from fast to slow.
     """
     predicted: list[tuple[float, Overrides]] = []
+    unplanned = ""
     for overrides in layouts:
         resolved = resolve_layout(config, overrides, processes).config
         if resolved is None:
@@ -229,6 +233,10 @@ def promising(config: str, layouts: Sequence[Overrides], processes: int, count: 
         prediction = planned(resolved)
         if prediction is not None:
             predicted.append((prediction.step / resolved.training.global_batch_size, overrides))
+        elif reason := why_unplanned(resolved):
+            unplanned = unplanned or reason
+    if not predicted and unplanned:
+        raise UserError(f"no layout can be predicted: {unplanned}")
     fastest_first = [overrides for _, overrides in sorted(predicted)]
     best, rest = fastest_first[:count], fastest_first[count:]
     spread = min(len(rest), max(2, count // 4))

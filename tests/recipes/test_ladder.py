@@ -12,6 +12,7 @@ from ladder.ladder import Ladder
 
 from tests.tiny_run import ROOT
 from torchllm.config import Config, Optimizer, Run
+from torchllm.config.errors import UserError
 
 DEBUG = ROOT / "train_configs" / "debug.toml"
 COMPUTE = np.array([2.7e11, 8.9e11, 3.1e12, 1.7e13, 6.4e13])
@@ -32,6 +33,7 @@ def test_the_law_of_losses_without_noise_is_found() -> None:
     assert law.predict(NEXT).loss == pytest.approx(loss_of(NEXT), abs=5e-4)
 
 
+@pytest.mark.exhaustive
 def test_an_interval_has_the_measured_loss_in_nine_of_ten_cases() -> None:
     noise = np.random.default_rng(0)
     inside = 0
@@ -141,6 +143,18 @@ def test_a_size_has_the_tokens_that_are_asked_for(tmp_path: Path) -> None:
     assert longer.tokens == pytest.approx(2.0 * 50e3, rel=0.011)
     assert longer.compute / rung.compute == pytest.approx(longer.tokens / rung.tokens)
     assert longer.parameters == rung.parameters
+
+
+def test_a_size_goes_on_from_no_other(tmp_path: Path) -> None:
+    rung = ladders.rung_of("50K", ladders.read_ladder(written(tmp_path)), str(DEBUG))
+    assert {"--checkpoint.remote=", "--checkpoint.resume=auto"} <= {*rung.overrides}
+
+
+def test_rows_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "results.csv"
+    file.write_text("size,parameters,tokens,compute,loss\n50K,many,1,1,1\n")
+    with pytest.raises(UserError, match=r"results.csv: invalid literal .*'many': remove the row"):
+        ladders.read_sizes(file)
 
 
 @pytest.mark.exhaustive

@@ -150,7 +150,10 @@ def test_the_best_number_of_gpus_up_to_a_limit(capsys: pytest.CaptureFixture[str
             "--global-batch-size=64",
             "--optimizer.offload=true",
         ],
-        ["--model=qwen3_30b_a3b", "--gpus=64", "--sequence-length=4096", "--global-batch-size=256"],
+        pytest.param(
+            ["--model=qwen3_30b_a3b", "--gpus=64", "--sequence-length=4096", "--global-batch-size=256"],
+            marks=pytest.mark.exhaustive,
+        ),
         ["--model={tmp_path}/segments.toml", "--gpus=8", *LONG, "--recompute.mode=segment"],
     ],
 )
@@ -174,6 +177,7 @@ def test_the_plan_of_a_written_run_is_the_printed_one(
     assert prediction.memory.total / 2**30 == pytest.approx(first["memory_gib"], rel=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_dials_leave_keys_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model=llama3_8b", "--gpus=4", "--sequence-length=8192", "--global-batch-size=64", "--dials", "--json"]
     keys = []

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from evidence.figures import FIGURES, best_by_setting, compare_predictions, draw_figures
-from recipes.sweep.job import COLUMNS, cpu_cells, layout_cells, measure_layout, read_outcome, resolve_layout
+from recipes.sweep.job import (
+    COLUMNS,
+    MEASURING,
+    cpu_cells,
+    layout_cells,
+    measure_layout,
+    read_outcome,
+    resolve_layout,
+)
 from recipes.sweep.sweep import (
     append,
     combinations,
@@ -22,6 +30,7 @@ from recipes.sweep.sweep import (
 )
 from tests.patience import patience
 from tests.tiny_run import ROOT, SMALL
+from torchllm.config.errors import UserError
 from torchllm.tools.planner.calibration.rows import read_row
 from torchllm.tools.planner.search.auto import planned
 
@@ -86,6 +95,8 @@ def test_how_a_job_can_end(tmp_path: Path) -> None:
         outcome = read_outcome(code, log, tmp_path / "metrics.jsonl", 9.0)
         assert outcome["status"] == status
         assert outcome["note"].startswith(note)
+    outcome = read_outcome(0, "", tmp_path / "metrics.jsonl", 9.0)
+    assert outcome == {"status": "crash", "note": "the job wrote no metrics.jsonl"}
     records = [{"step_seconds": s, "memory_gib": s, "mfu": 0.5, "hfu": None} for s in (9.0, 1.0, 2.0, 3.0)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     outcome = read_outcome(0, "", tmp_path / "metrics.jsonl", 9.0)  # the first step is dropped
@@ -143,6 +154,23 @@ def test_the_planners_best_and_some_others() -> None:
     assert places[0] < len(fastest) / 2 < places[1]
     assert expected(DEBUG, every[0], 8).startswith("predicted 0.")
     assert "3 does not divide model.heads" in expected(DEBUG, ("--parallel.tp=3",), 8)
+
+
+def test_a_plan_of_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text(f'base = "{ROOT / DEBUG}"\n[cluster]\nname = ""\n')
+    with pytest.raises(UserError, match="no layout can be predicted: no cluster file describes this machine"):
+        promising(str(file), [("--parallel.tp=2",)], 2, 1)
+
+
+def test_a_layout_neither_copies_its_checkpoint_nor_goes_on_from_another(tmp_path: Path) -> None:
+    """Or the run itself would go on from a layout of its sweep."""
+    file = tmp_path / "x.toml"
+    text = 'remote = "memory://run"\nresume = "runs/old/checkpoints/step-00000005"\n'
+    file.write_text(f'base = "{ROOT / DEBUG}"\n[checkpoint]\n{text}')
+    resolved = resolve_layout(str(file), MEASURING, 1)
+    assert resolved.config is not None, resolved.problem
+    assert (resolved.config.checkpoint.remote, resolved.config.checkpoint.resume) == ("", "auto")
 
 
 def test_predicted_against_measured(tmp_path: Path) -> None:

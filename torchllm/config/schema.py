@@ -309,8 +309,7 @@ class Model:
     vocab: Count = 264
     """rows of the embedding (V); at least the tokenizer's number of tokens"""
     vocab_padding: Natural = 0
-    """additional rows of embedding and head without a token, which the softmax ignores; set with from_hf if parallel.tp
-    does not divide vocab"""
+    """further rows, without a token, which the softmax ignores; with from_hf if parallel.tp does not divide vocab"""
     tied_embeddings: bool = False
     """use the token embedding as the output projection too"""
     qkv_bias: Annotated[bool, Needs("a model.family whose matrices have no biases yet, as llama")] = False
@@ -342,8 +341,7 @@ class Model:
     """the results of attention are multiplied by the sigmoid of a projection of its input; element: one number per
     element, from q_proj (Qwen3-Next); head: one number per head, from head_gate"""
     embedding_multiplier: Positive = 1.0
-    """factor of the token embeddings, rounded to training.dtype; Gemma: sqrt(hidden). The output projection does not
-    have it, also with tied_embeddings"""
+    """factor of the token embeddings, not of a tied head, rounded to training.dtype; Gemma: sqrt(hidden)"""
     residual_multiplier: Positive = 1.0
     """factor of the results of attention and feed-forward layer before they join the residual stream (Granite)"""
     logit_divisor: Positive = 1.0
@@ -353,8 +351,7 @@ class Model:
     window: Annotated[Natural, Needs("a longer training.sequence_length or model.max_sequence_length", "idle")] = 0
     """sliding window of attention: tokens that a token sees, itself included; 0: all before it (Mistral)"""
     sinks: bool = False
-    """each query head has a sink, a learned number that joins the denominator of the softmax, so that the weights of
-    the keys sum to less than 1 (gpt-oss)"""
+    """each query head has a sink: a learned number that joins the denominator of its softmax (gpt-oss)"""
     max_sequence_length: Count = 2048
     """rows of the learned position table (gpt); the longest text that generate.py writes"""
     rope_theta: Annotated[Positive, ROTARY] = 10000.0
@@ -694,8 +691,7 @@ class Data:
     on_bad_record: Annotated[Literal["error", "skip"], Needs(OWN_TEXT, "idle")] = "error"
     """how an unreadable record is handled; error: stop and name it; skip: count and skip it"""
     max_bad_share: Annotated[Fraction, Needs(f'data.on_bad_record = "skip" and {OWN_TEXT}', "idle")] = 0.01
-    """with on_bad_record = skip: stop if more than 10 records of a file, and more than this share of them, would be
-    skipped, or all; 1: never"""
+    """with on_bad_record = skip: stop if over 10 records of a file and this share of them are bad, or all; 1: never"""
     workers: Natural = 1
     """processes per rank that prefetch batches; 0: the training process reads them"""
     cache: FilePath = ""

@@ -120,11 +120,11 @@ class MatrixShape(NamedTuple):
 
 
 def target_shapes(model: Model) -> dict[str, MatrixShape]:
-    """Return the shapes of the matrices of a block that may have an update, by name. model: a view, without experts."""
+    """Return the shapes of the matrices of a block that may have an update, by name; experts have none."""
     shapes = {}
     for name, shape in block_shapes(model, layer=0).items():
         layer = name.removesuffix(".weight")
-        if layer.endswith("_proj"):
+        if layer.endswith("_proj") and len(shape) == 2:
             shapes[layer.rpartition(".")[2]] = MatrixShape(*shape)
     return shapes
 

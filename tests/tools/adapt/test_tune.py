@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.test_mesh import groups_now
-from tests.parity import tiny
+from tests.parity import Settings, tiny
 from tests.recipes.warm import pretrain
 from tests.tiny_run import curve
 from tests.workers import run
@@ -107,6 +107,23 @@ def test_steps_are_taken_until_the_two_fastest_agree() -> None:
     assert not is_settled([1.0, 1.0])  # too few
     assert not is_settled([3.0, 1.0, 2.0, 2.0])
     assert is_settled([3.0, 1.0, 2.0, 1.04])
+
+
+def test_times_are_kept_by_all_that_they_depend_on() -> None:
+    runtime: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+    others: list[Settings] = [
+        {"optimizer.offload": True},
+        {"optimizer.name": "muon"},
+        {"recompute.offload": True},
+        {"parallel.keep_last_block": False},
+        {"lora.rank": 2},
+        {"data.document_mask": True},
+        {"float8.recipe": "rowwise"},
+    ]
+    keys = [tune.job_key(tiny(settings), runtime) for settings in [{}, *others]]
+    assert len(set(keys)) == len(keys)
+    same: list[Settings] = [{"parallel.tp": 2}, {"recompute.mode": "full"}, {"training.steps": 7}]
+    assert {tune.job_key(tiny(settings), runtime) for settings in same} == {keys[0]}
 
 
 def test_a_layout_is_measured_once_per_number_of_ranks(tmp_path: Path) -> None:

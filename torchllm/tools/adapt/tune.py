@@ -26,7 +26,7 @@ from torchllm.config.errors import UserError
 from torchllm.parallel.mesh import build_mesh, destroy_mesh
 from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.trial import build_trial, synthetic_batches
-from torchllm.tools.planner.search.layouts import layout_of
+from torchllm.tools.planner.search.layouts import Layout, layout_of
 
 log = logging.getLogger("torchllm")
 
@@ -133,10 +133,15 @@ def job_key(config: Config, runtime: Runtime) -> str:
     device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else f"CPU x {os.cpu_count()}"
     # The micro batch is part of the layout; a time does not depend on how long the run is.
     training = asdict(config.training) | {"steps": 0, "micro_batch_size": 0}
+    parallel = {key: value for key, value in asdict(config.parallel).items() if key not in Layout._fields}
+    recompute = asdict(config.recompute) | {"mode": ""}
     parts = (
         asdict(config.model),
         training,
-        asdict(config.compile),
+        parallel | {"layout": "", "scatter_gather": ""},
+        recompute,
+        *(asdict(section) for section in (config.compile, config.optimizer, config.float8, config.lora)),
+        config.data.document_mask,
         runtime.world_size,
         device,
         torch.__version__,

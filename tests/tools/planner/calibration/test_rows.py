@@ -77,6 +77,32 @@ def test_a_row_that_the_columns_cannot_describe_is_not_read_as_another_one() -> 
         assert row.problem.startswith(problem)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer.name": "muon"},
+        {"optimizer.offload": True},
+        {"optimizer.ema_decay": 0.9},
+        {"training.weights_dtype": "bfloat16"},
+        {"parallel.regather": True},
+        {"parallel.keep_last_block": False},
+        {"recompute.mode": "every_k", "recompute.k": 2},
+        {"lora.rank": 2},
+    ],
+)
+def test_a_row_with_a_key_that_has_no_column_is_not_read(settings: Settings) -> None:
+    key = [*settings][-1]
+    row = read_row(measurement_of(tiny(settings), 1) | {"cluster": "this_cpu"})
+    assert row.case is None
+    assert f"with {key}" in row.problem
+
+
+@pytest.mark.parametrize("text", ["fast", "-1", "nan", "inf"])
+def test_a_wrong_number_is_named_by_its_column(text: str) -> None:
+    row = read_row(measurement_of(tiny({}), 1) | {"cluster": "this_cpu", "step_time_s": text})
+    assert row.problem == f"step_time_s: must be a number over 0, not {text!r}"
+
+
 def test_a_mixture_of_experts_is_in_the_columns() -> None:
     sizes = {"experts": 8, "top_k": 2, "expert_ffn": 32, "shared_experts": 1, "dense_layers": 1, "kv_heads": 2}
     settings: Settings = {"parallel.tp": 2, "parallel.ep": 2}

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tests.tools.planner.search.test_search import LARGE, SMALL, all_layouts, cluster, make_job
-from torchllm.config import Config, Optimizer
+from torchllm.config import Compile, Config, Optimizer
 from torchllm.tools.planner.cluster import Host
 from torchllm.tools.planner.offload import USABLE
 from torchllm.tools.planner.predict import predict
@@ -38,6 +38,7 @@ def test_the_key_that_makes_it_fit_is_named_with_its_price() -> None:
     assert message in fits_nowhere(job, outcome)
 
 
+@pytest.mark.exhaustive
 def test_a_key_whose_bytes_the_host_cannot_hold_does_not_make_it_fit() -> None:
     """Moments in bfloat16 have half the bytes, and room."""
     moments = search(job_with(28e9, optimizer=Optimizer(offload=True)), 1).best[0].prediction.on_host
@@ -52,6 +53,7 @@ def test_a_key_whose_bytes_the_host_cannot_hold_does_not_make_it_fit() -> None:
     assert search(replace(job, optimizer=Optimizer(offload=True, state_dtype="bfloat16"))).best
 
 
+@pytest.mark.exhaustive
 def test_layouts_without_room_on_the_host_are_counted_once() -> None:
     """Also those that are looked at again with inputs that are gathered again."""
     job = job_with(40e9, replace(HOST, capacity=18e9 / USABLE), Optimizer(offload=True))
@@ -93,6 +95,8 @@ def test_keys_that_a_job_cannot_have_are_not_tried() -> None:
     assert settings(sgd) == {"recompute.offload", "training.loss_chunk"}
     in_8_bits = job_with(28e9, optimizer=Optimizer(state_dtype="int8"))
     assert settings(in_8_bits) == everything - {"optimizer.state_dtype", "optimizer.offload"}
+    graphed = replace(job_with(28e9), compile=Compile(graphs=True))
+    assert settings(graphed) == everything - offload  # a graph allows no copies to the host
     averaged = job_with(28e9, optimizer=Optimizer(ema_decay=0.9))
     assert settings(averaged) == everything | {"optimizer.ema_offload"}
     taken = replace(in_8_bits, offloads_inputs=True, optimizer=Optimizer(offload=True))
@@ -113,7 +117,8 @@ def test_every_set_of_keys_is_tried_once() -> None:
         assert (job.training.loss_chunk > 0) == ("training.loss_chunk" in keys)
 
 
-@pytest.mark.parametrize("memory", [28e9, pytest.param(40e9, marks=pytest.mark.exhaustive)])  # 40 searches each
+@pytest.mark.exhaustive  # 40 searches each
+@pytest.mark.parametrize("memory", [28e9, 40e9])
 def test_each_line_is_faster_and_the_last_is_the_fastest(memory: float) -> None:
     job = job_with(memory)
     turned = turn_dials(job)
@@ -132,7 +137,9 @@ def test_each_line_is_faster_and_the_last_is_the_fastest(memory: float) -> None:
     assert lines[-2] == "Not known: whether the host has room ([host] capacity of the cluster file)."
 
 
-@pytest.mark.parametrize("memory", [6e9, 8e9, 80e9])
+@pytest.mark.parametrize(
+    "memory", [6e9, *(pytest.param(memory, marks=pytest.mark.exhaustive) for memory in (8e9, 80e9))]
+)
 def test_the_search_with_offload_finds_what_trying_all_finds(memory: float) -> None:
     hardware = replace(cluster(memory=memory), host=Host(1e9, 1e9))
     job = make_job(SMALL, gpus=4, hardware=hardware, optimizer=Optimizer(offload=True), offloads_inputs=True)

@@ -4,6 +4,7 @@ Tables of other frameworks, which leave much to be guessed, are read by evidence
 """
 
 import csv
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -82,6 +83,16 @@ KEYS_OF_EXPERTS = {
     "parallel": {"ep": "ep"},
 }
 """keys and columns of a mixture of experts; its rows are `torchllm`'s where `etp`, Megatron's name, agrees"""
+UNWRITTEN = {
+    "model": ("frozen",),
+    "training": ("weights_dtype",),
+    "optimizer": ("name", "state_dtype", "offload", "ema_decay"),
+    "parallel": ("regather", "split", "keep_last_block", "prefetch", "expert_dispatch", "expert_chunks"),
+    "recompute": ("k", "offload"),
+    "compile": ("graphs",),
+    "lora": ("rank",),
+}
+"""further keys that a prediction depends on, by section: they have no column"""
 SWITCHES = ("qkv_bias", "tied_emb", "seq_parallel", "rmsnorm_kernel", "compile", "compile_loss")
 """columns of 0 and 1"""
 ATTENTION = {"sdpa": "sdpa", "flash": "flash2", "flex": "flex", "eager": "eager"}
@@ -122,8 +133,11 @@ def _resolved_cells(config: Config) -> dict[str, Any]:
     for key in OPTIONS:
         if key not in COLUMNS and getattr(model, key) != getattr(Model, key):
             window = f"with model.{key}"
-    if parallel.regather:
-        window = "with parallel.regather"
+    default = Config()
+    for section, keys in UNWRITTEN.items():
+        values, defaults = getattr(config, section), getattr(default, section)
+        if different := [key for key in keys if getattr(values, key) != getattr(defaults, key)]:
+            window = f"with {section}.{different[0]}"
     if model.pattern:
         window = "by the kind of a block"
     return {
@@ -153,8 +167,7 @@ class OwnRow(NamedTuple):
     @property
     def seconds(self) -> float | None:
         """Measured step time; None if the row has none."""
-        text = self.cells.get("step_time_s") if self.cells.get("status", "ok") == "ok" else ""
-        return float(text) if text else None
+        return number_in(self.cells, "step_time_s") if self.cells.get("status", "ok") == "ok" else None
 
 
 def read_rows(file: str, cluster: str = "") -> list[OwnRow]:
@@ -180,9 +193,23 @@ def read_cells(file: str, cluster: str) -> list[dict[str, str]]:
 def read_row(cells: dict[str, str]) -> OwnRow:
     """Read one row that `measurement_of` described."""
     try:
+        for column in ("step_time_s", "peak_memory_gib"):
+            number_in(cells, column)
         return OwnRow(cells, case_of(config_of(cells), _hardware(cells.get("cluster", ""))), "")
     except (ValueError, UserError) as error:
         return OwnRow(cells, None, str(error))
+
+
+def number_in(cells: dict[str, str], column: str) -> float | None:
+    """Return a measured number; None if the cell is empty. ValueError if it is not over 0 and finite."""
+    text = cells.get(column, "")
+    try:
+        number = float(text) if text else None
+    except ValueError:
+        number = math.nan
+    if number is not None and not 0 < number < math.inf:
+        raise ValueError(f"{column}: must be a number over 0, not {text!r}")
+    return number
 
 
 def config_of(cells: dict[str, str]) -> Config:

@@ -164,6 +164,10 @@ def case_of(config: Config, hardware: Hardware) -> Case:
     )
 
 
+OF_ALL_LAYOUTS = ("expert_dispatch", "expert_chunks", "split", "keep_last_block", "prefetch")
+"""keys of [parallel] that a plan does not choose, and whose values it prices"""
+
+
 def refuse_stages(config: Config) -> None:
     """Raise UserError if a run has stages whose steps have other sizes."""
     if reason := _stages_of_other_sizes(config):
@@ -195,10 +199,9 @@ def job_of(config: Config, world_size: int, written: Collection[str], hardware: 
         trained=config.trained,
         optimizer=config.optimizer,
         fixed=fixed,
-        exchanges=Parallel(
-            expert_dispatch=config.parallel.expert_dispatch, expert_chunks=config.parallel.expert_chunks
-        ),
+        exchanges=Parallel(**{key: getattr(config.parallel, key) for key in OF_ALL_LAYOUTS}),
         offloads_inputs=config.recompute.offload,
+        recompute_k=config.recompute.k,
     )
 
 

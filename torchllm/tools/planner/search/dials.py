@@ -38,20 +38,22 @@ class PricedDial(NamedTuple):
 def dials(job: Job) -> Iterator[Dial]:
     """Yield the keys that the job has not set and that it can have."""
     training, optimizer = job.training, job.optimizer
+    # A CUDA graph allows no copies to the host.
+    may_offload = job.hardware.host.bandwidth > 0 and not (job.compile is not None and job.compile.graphs)
     if optimizer.name == "adamw":
         can_round = not (job.float8.is_on or job.trained.only_updates)
         if training.weights_dtype == "float32" and can_round:
             rounded = replace(training, weights_dtype="bfloat16")
             yield Dial('training.weights_dtype = "bfloat16"', replace(job, training=rounded))
-        if job.hardware.host.bandwidth and not optimizer.offload and optimizer.state_dtype != "int8":
+        if may_offload and not optimizer.offload and optimizer.state_dtype != "int8":
             yield Dial("optimizer.offload = true", replace(job, optimizer=replace(optimizer, offload=True)))
-    if job.hardware.host.bandwidth and optimizer.ema_decay and not optimizer.ema_offload:
+    if may_offload and optimizer.ema_decay and not optimizer.ema_offload:
         yield Dial("optimizer.ema_offload = true", replace(job, optimizer=replace(optimizer, ema_offload=True)))
     if optimizer.name != "sgd" and optimizer.state_dtype == "float32" and not optimizer.offload:
         for dtype in ("bfloat16", "int8"):
             narrow = replace(optimizer, state_dtype=dtype)
             yield Dial(f'optimizer.state_dtype = "{dtype}"', replace(job, optimizer=narrow))
-    if job.hardware.host.bandwidth and not job.offloads_inputs:
+    if may_offload and not job.offloads_inputs:
         yield Dial("recompute.offload = true", replace(job, offloads_inputs=True))
     if not training.loss_chunk:
         yield Dial(f"training.loss_chunk = {CHUNK}", replace(job, training=replace(training, loss_chunk=CHUNK)))

@@ -106,7 +106,7 @@ def layout_of(config: Config) -> Layout:
     """Return the layout of a config whose degrees are resolved."""
     parallel = config.parallel
     keys = [key for key in Layout._fields if hasattr(parallel, key)]
-    values = {key: getattr(parallel, key) for key in keys}
+    values = {key: getattr(parallel, key) for key in keys} | {"zero_stage": parallel.zero}
     return Layout(**values, micro_batch_size=config.training.micro_batch_size, recompute=config.recompute.mode)
 
 
@@ -161,9 +161,11 @@ class Job:
     imbalance: float = IMBALANCE
     """with experts: rows of the busiest rank's experts, divided by the average over ranks"""
     exchanges: Parallel = field(default_factory=Parallel)
-    """its `expert_dispatch` and `expert_chunks` are those of the layouts that are searched"""
+    """its keys that no `Layout` has, such as `expert_chunks`, are those of the layouts that are searched"""
     offloads_inputs: bool = False
     """recompute.offload, of layouts that recompute whole blocks"""
+    recompute_k: int = 0
+    """recompute.k, of layouts that recompute segments, or one block in k"""
 
     @cached_property
     def software(self) -> Software:
@@ -224,7 +226,10 @@ class Job:
     def recompute(self, layout: Layout) -> Recompute:
         """Return [recompute] with this layout."""
         has_effect = self.offloads_inputs and layout.recompute in ("full", "segment")
-        return OFFLOADED[layout.recompute] if has_effect else RECOMPUTE[layout.recompute]
+        recompute = OFFLOADED[layout.recompute] if has_effect else RECOMPUTE[layout.recompute]
+        if self.recompute_k and layout.recompute in ("segment", "every_k"):
+            return replace(recompute, k=self.recompute_k)
+        return recompute
 
     def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:
         """Return [parallel] with this layout; other keys are taken from `base`."""
@@ -367,13 +372,16 @@ class Job:
 
     def _schedules_of(self, pp: int, micro_batches: int) -> list[tuple[PipelineSchedule, int]]:
         """Return the possible schedules of `pp` ranks."""
+        split = self.exchanges.split
         if pp == 1:
+            if split:
+                return []
             return [(self.fixed.get("schedule", "1F1B"), self.fixed.get("virtual_stages", 0))]
         schedules: list[tuple[PipelineSchedule, int]] = []
         for name in self.allowed("schedule", list(SCHEDULES)):
             if self._takes_schedule(name, pp, micro_batches):
                 stages = self.allowed("virtual_stages", self._virtual_stages(name, pp))
-                schedules += [(name, number) for number in stages]
+                schedules += [(name, number) for number in stages if len(split) in (0, pp * number)]
         return schedules
 
     def _takes_schedule(self, name: PipelineSchedule, pp: int, micro_batches: int) -> bool:

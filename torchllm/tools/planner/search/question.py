@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchllm.config import Config
+from torchllm.config import Compile, Config
 from torchllm.config.errors import UserError
 from torchllm.config.toml import KeyPath
 from torchllm.tools.config.draft import override, parse_arguments
@@ -85,7 +85,7 @@ class PlannedModel(NamedTuple):
         written = self.restrictions.overrides
         job = replace(job_of(self.config, gpus, written, hardware), most=self.restrictions.most)
         if not any(key.startswith("compile.") for key in written):
-            job = replace(job, compile=None)
+            job = replace(job, compile=Compile(graphs=True) if self.config.compile.graphs else None)
         return job
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -67,8 +68,15 @@ def write_run(target: Path, model: PlannedModel, cluster: str, job: Job, ranked:
     print(f"wrote {target}", *(f"{target}: {note}" for note in notes), sep="\n", file=sys.stderr)
 
 
+def has_torch() -> bool:
+    """Return whether this machine can run a dry run."""
+    return find_spec("torch") is not None
+
+
 def traced_peak(file: Path, gpus: int) -> int | None:
     """Return the bytes of the tensors on the fullest rank by a dry run of a config; None if it ends with an error."""
+    if not has_torch():
+        return None
     print(f"dry run of {file}: its memory, traced", file=sys.stderr)
     recipe = os.environ.get("RECIPE") or str(resource("recipes/pretrain.py"))
     words = [str(file), "--run.dry_run=true", "--run.json=true", f"--gpus={gpus}"]
@@ -114,7 +122,9 @@ def header(target: Path, job: Job, ranked: Ranked, traced: int | None) -> list[s
     if nodes_of(job) > 1:
         launch = f"srun --nodes={nodes_of(job)} ./run_train.sh {config} --run.folder={folder}"
     figures = layout_figures(job, ranked)
-    counted = f"by a dry run {traced / GIB:.1f}" if traced else "not counted by a dry run, which is refused"
+    counted = "not counted by a dry run, which is refused" if has_torch() else "not counted: there is no torch here"
+    if traced:
+        counted = f"by a dry run {traced / GIB:.1f}"
     lines = [
         f"# {ranked.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
         "#",
