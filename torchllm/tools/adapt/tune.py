@@ -140,7 +140,7 @@ def job_key(config: Config, runtime: Runtime) -> str:
         training,
         parallel | {"layout": "", "scatter_gather": ""},
         recompute,
-        *(asdict(section) for section in (config.compile, config.optimizer, config.float8, config.lora)),
+        *(asdict(section) for section in (config.compile, config.optimizer, config.float8, config.trained)),
         config.data.document_mask,
         runtime.world_size,
         device,

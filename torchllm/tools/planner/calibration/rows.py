@@ -84,13 +84,11 @@ KEYS_OF_EXPERTS = {
 }
 """keys and columns of a mixture of experts; its rows are `torchllm`'s where `etp`, Megatron's name, agrees"""
 UNWRITTEN = {
-    "model": ("frozen",),
     "training": ("weights_dtype",),
     "optimizer": ("name", "state_dtype", "offload", "ema_decay"),
     "parallel": ("regather", "split", "keep_last_block", "prefetch", "expert_dispatch", "expert_chunks"),
     "recompute": ("k", "offload"),
     "compile": ("graphs",),
-    "lora": ("rank",),
 }
 """further keys that a prediction depends on, by section: they have no column"""
 SWITCHES = ("qkv_bias", "tied_emb", "seq_parallel", "rmsnorm_kernel", "compile", "compile_loss")
@@ -133,6 +131,8 @@ def _resolved_cells(config: Config) -> dict[str, Any]:
     for key in OPTIONS:
         if key not in COLUMNS and getattr(model, key) != getattr(Model, key):
             window = f"with model.{key}"
+    if not config.trains_all:
+        window = "with frozen weights"
     default = Config()
     for section, keys in UNWRITTEN.items():
         values, defaults = getattr(config, section), getattr(default, section)
