@@ -162,7 +162,7 @@ def test_the_newest_is_copied_when_a_run_ends(tmp_path: Path) -> None:
         saving = checkpoints(tmp_path, keep=0)
         for step in (1, 2, 3):
             saving.save(step, {})
-        closing = saving._copies._closing  # type: ignore[attr-defined]  # of RemoteCopies
+        closing = vars(saving._copies)["_closing"]
         threading.Thread(target=lambda: (closing.wait(60), go_on.set())).start()
         saving.close()
     assert steps_in(tmp_path / "copies") == [3]  # the first was given up for it

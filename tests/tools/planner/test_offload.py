@@ -1,6 +1,7 @@
 """The price of offload, by hand, and what it needs of a cluster."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -42,12 +43,12 @@ def test_a_billion_parameters(host: Host, dtype: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "weight"), [("float32", 4), ("bfloat16", 2)])
-def test_an_average_on_the_host_is_copied_and_then_moved(dtype: str, weight: int) -> None:
+def test_an_average_on_the_host_is_copied_and_then_moved(dtype: Literal["float32", "bfloat16"], weight: int) -> None:
     layout = case(hardware=replace(dgx_a100(), host=Host(10e9, 20e9)))
     predictions = []
     for offload in (False, True):
         optimizer = Optimizer(ema_decay=0.9, ema_offload=offload)
-        training = Training(weights_dtype=dtype)  # type: ignore[arg-type]  # one of its words
+        training = Training(weights_dtype=dtype)
         software = with_optimizer_states(layout.software, layout.model, training, optimizer)
         averaged = replace(layout, software=software, optimizer=optimizer)
         predictions.append(predict(averaged))

@@ -122,9 +122,12 @@ def header(target: Path, job: Job, ranked: Ranked, traced: int | None) -> list[s
     if nodes_of(job) > 1:
         launch = f"srun --nodes={nodes_of(job)} ./run_train.sh {config} --run.folder={folder}"
     figures = layout_figures(job, ranked)
-    counted = "not counted by a dry run, which is refused" if has_torch() else "not counted: there is no torch here"
     if traced:
         counted = f"by a dry run {traced / GIB:.1f}"
+    elif has_torch():
+        counted = "not counted by a dry run, which is refused"
+    else:
+        counted = "not counted by a dry run, for which torch is missing"
     lines = [
         f"# {ranked.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
         "#",
