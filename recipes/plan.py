@@ -35,6 +35,7 @@ from torchllm.config.toml import dotted
 from torchllm.facts.flops import parameter_count
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.degrees import resolve_degrees
+from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick, within_risk
 from torchllm.tools.planner.search.auto import job_of
@@ -54,6 +55,7 @@ from torchllm.tools.planner.search.explain import (
 from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
 from torchllm.tools.planner.search.numbers import fastest_number, wasted_gpus
+from torchllm.tools.planner.search.over_stages import fastest_over_stages, stage_jobs, stage_table
 from torchllm.tools.planner.search.question import BOUNDED, PlannedModel, Restrictions, read_hardware, read_model
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, Search, search
 from torchllm.tools.planner.search.written import write_run, write_sweep
@@ -213,6 +215,8 @@ def run_rank(options: argparse.Namespace) -> None:
     """Search the best layouts; print, write and plot them as the options say."""
     model = read_of_fork(options.model, options.restrictions)
     hardware = read_hardware(options.cluster)
+    if model.config.data.changes_size:
+        return rank_over_stages(options, model, hardware)
     tokens = options.tokens or 0.0
     training = replace(
         model.config.training,
@@ -268,6 +272,28 @@ def run_rank(options: argparse.Namespace) -> None:
         write_sweep(Path(options.write_sweep), model, options.cluster, job, first, runs)
 
 
+def rank_over_stages(options: argparse.Namespace, model: PlannedModel, hardware: Hardware) -> None:
+    """Print the layout that takes least time over all stages of a run, whose steps have several sizes."""
+    for name in ("sequence_length", "global_batch_size", "tokens", "dials", "json", "write", "write_sweep"):
+        if getattr(options, name):
+            raise UserError(
+                f"--{name.replace('_', '-')}: {model.file} has stages of several sizes: remove it, or plan one size "
+                "with --data.stage=[]"
+            )
+    if options.objective != "tokens_per_second" or len(options.gpus.numbers) > 1 or options.gpus.is_limit:
+        raise UserError(f"{model.file} has stages of several sizes: give one number of --gpus, and no --objective")
+    job = replace(model.job(hardware, options.gpus.numbers[0]), imbalance=options.imbalance or IMBALANCE)
+    refuse_gpus(job)
+    stages = stage_jobs(model.config, job)
+    best = fastest_over_stages(stages)
+    print_lines(
+        *heading(model, options.cluster, job)[:2],
+        f"The fastest over {len(stages)} stages: {best.layout.text()}",
+        *stage_table(stages, best.layout),
+        'A run takes it with parallel.layout = "auto".',
+    )
+
+
 def plan(job: Job, objective: Objective, chunk_is_open: bool) -> SearchResult:
     """Search, and choose; with the loss in chunks if that is open and lets a faster layout into the memory."""
     chunked = replace(job, training=replace(job.training, loss_chunk=CHUNK))
@@ -301,10 +327,15 @@ def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> 
 
 def search_layouts(job: Job, objective: Objective) -> Found:
     """Search, and return the result. Raises UserError if the cluster is too small."""
+    refuse_gpus(job)
+    return search(job, objective=objective)
+
+
+def refuse_gpus(job: Job) -> None:
+    """Raise UserError if the cluster has fewer GPUs than the job."""
     cluster_size = job.hardware.links[-1].gpus
     if job.gpus > cluster_size:
         raise UserError(f"--gpus {job.gpus}: the cluster has {cluster_size}")
-    return search(job, objective=objective)
 
 
 def refuse_none(job: Job, outcome: Found) -> None:
@@ -443,6 +474,13 @@ def run_explain(options: argparse.Namespace) -> None:
     for name, most in options.restrictions.most.items():
         if getattr(layout, name) > most:
             raise UserError(f"--max {BOUNDED[name]}={most}: the run has {getattr(layout, name)}")
+    if config.data.changes_size:
+        refuse_gpus(job)
+        stages = stage_jobs(config, job)
+        best = fastest_over_stages(stages)
+        print_lines(*heading(model, cluster, job)[:2], f"yours: {layout.text()}", *stage_table(stages, layout))
+        print_lines(f"the fastest over {len(stages)} stages: {best.layout.text()}", *stage_table(stages, best.layout))
+        return
     outcome = search_layouts(job, "tokens_per_second")
     refuse_none(job, outcome)
     print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome)))

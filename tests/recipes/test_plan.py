@@ -351,3 +351,53 @@ def test_calibrate_a_table(tmp_path: Path) -> None:
     sweep = str(ROOT / "docs" / "sweep" / "results.csv")
     main(["calibrate", sweep, "-o", str(tmp_path / "mine.toml")])
     assert read_hardware(str(tmp_path / "mine.toml")).gpu == read_hardware("this_cpu").gpu
+
+
+STAGES = """base = "{root}/train_configs/models/llama3_1b.toml"
+[cluster]
+name = "dgx_h100"
+[training]
+steps = 1000
+micro_batch_size = 1
+global_batch_size = 64
+sequence_length = 2048
+[parallel]
+dp_shard = 8
+[[data.sources]]
+kind = "stdlib"
+[[data.stage]]
+until = 400
+[[data.stage]]
+global_batch_size = 8
+sequence_length = 65536
+"""
+
+
+def test_stages_of_several_sizes_are_planned_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layout that fits in the first stage may not fit in the second."""
+    file = tmp_path / "stages.toml"
+    file.write_text(STAGES.format(root=ROOT))
+    main(["explain", str(file), *FIXED])
+    lines = capsys.readouterr().out.splitlines()
+    yours, found = lines.index("yours: dp_shard 8, micro batch 1, zero 3"), len(lines) - 5
+    assert lines[found].startswith("the fastest over 2 stages: ")
+    short, long, hours = lines[yours + 2 : found]
+    assert re.search(r" fits +400 +64 +2,048  data\.stage\.0$", short)
+    assert re.search(r" does not fit +600 +8 +65,536  data\.stage\.1$", long)
+    steps = [float(line.split()[0]) for line in (short, long)]
+    assert float(hours.split()[0]) == pytest.approx((400 * steps[0] + 600 * steps[1]) / 3600, rel=2e-3)
+    rank = ["rank", f"--model={file}", "--cluster=dgx_h100", *FIXED]
+    main([*rank, "--gpus=8"])
+    *_, ranked, _, short, long, hours, last = capsys.readouterr().out.splitlines()
+    assert ranked.startswith("The fastest over 2 stages: ")
+    for line in (short, long, *lines[found + 2 : found + 4]):
+        assert " fits " in line
+    assert hours.endswith(" hours in all")
+    assert last == 'A run takes it with parallel.layout = "auto".'
+    for option in ("--dials", "--json", "--tokens=1e9", "--write=x.toml", "--global-batch-size=8"):
+        with pytest.raises(UserError, match=rf"^{option.split('=')[0]}: .* has stages of several sizes"):
+            main([*rank, "--gpus=8", option])
+    with pytest.raises(UserError, match="give one number of --gpus"):
+        main([*rank, "--gpus=8,16"])
+    with pytest.raises(UserError, match="the cluster has"):
+        main([*rank, "--gpus=99999"])

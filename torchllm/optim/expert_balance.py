@@ -63,9 +63,6 @@ class ExpertBalance:
         return self.balance.update(applied, sums)
 
     @torch.no_grad()
-    def take_sums(self, device: torch.device) -> Tensor | None:
-        """Return this rank's sums of the step's routing, and begin new ones: float64, a row for each sparse block.
-
-        None without experts.
-        """
-        return self.balance.take_sums(device) if self.balance else None
+    def take_sums(self, device: torch.device) -> Tensor:
+        """Return this rank's sums of the step's routing, and begin new ones: float64, a row for each sparse block."""
+        return self.balance.take_sums(device) if self.balance else torch.empty(0, dtype=torch.float64, device=device)

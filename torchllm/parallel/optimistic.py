@@ -193,16 +193,16 @@ class Capacities:
             sums[row] = self.columns == torch.bucketize(most, self.bounds)
         return sums.flatten()
 
-    def overflowed(self, sums: Tensor) -> Tensor:
-        """Return whether rows did not fit on any rank, bool (). sums: `take_sums`, of all ranks."""
+    def fits(self, finite: Tensor, sums: Tensor) -> Tensor:
+        """Return whether the step is finite, bool (), and rows fitted on all ranks. sums: `take_sums`, of all ranks."""
         needed = ((sums.view(-1, len(self.columns)) > 0) * self.columns).amax(1)
         self.needed = needed.to("cpu", non_blocking=True)
         if self.event is not None:
             self.event.record()
-        return (needed > self.limits).any()
+        return finite & (needed <= self.limits).all()
 
     def must_repeat(self) -> bool:
-        """Wait for the result of `overflowed` and return it; choose capacities: for the repetition the exact dispatch.
+        """Wait for the result of `fits` and return it; choose capacities: for the repetition the exact dispatch.
 
         Call it when the update is launched, which the device does while the host goes on.
         """

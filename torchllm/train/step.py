@@ -66,10 +66,10 @@ class _OverAllRanks(NamedTuple):
     grad_norm: Tensor
     losses: dict[str, Tensor]
     """`loss`, `z_loss` and `mtp_loss` of `StepResult`, those that there are"""
-    routing_sums: Tensor | None
-    """for `ExpertBalance.finish_step`; None: there are no experts"""
-    overflowed: Tensor | None
-    """whether rows of experts did not fit in their buffers, bool (); None: none has a capacity"""
+    routing_sums: Tensor
+    """for `ExpertBalance.finish_step`; empty without experts"""
+    needed: Tensor
+    """for `Capacities.fits`; empty if no buffer of experts has a capacity"""
 
 
 class _Attempt(NamedTuple):
@@ -80,6 +80,24 @@ class _Attempt(NamedTuple):
     routing: "StepRouting | None"
     finite: Tensor
     """whether loss and gradient are, bool ()"""
+
+
+class _NoCapacities:
+    """Takes the place of `Capacities` if the buffers of experts have none: every step runs once."""
+
+    padding: "Padding | None" = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.nothing = torch.empty(0, dtype=torch.float64, device=device)
+
+    def take_sums(self) -> Tensor:
+        return self.nothing
+
+    def fits(self, finite: Tensor, needed: Tensor) -> Tensor:
+        return finite
+
+    def must_repeat(self) -> bool:
+        return False
 
 
 class TrainStep:
@@ -120,13 +138,13 @@ class TrainStep:
         if stages[0].model.predictions > 1:
             self.sums_of_head.append(("mtp_loss", "ahead", 1.0))
         self.expert_balance = ExpertBalance(stages, training)
-        self.capacities: Capacities | None = None
-        """of the buffers of experts; None: rows are sent without padding"""
+        self.capacities: Capacities | _NoCapacities = _NoCapacities(device)
+        """of the buffers of experts"""
         if stages[0].padded_chunks:
             from torchllm.parallel import optimistic  # of few runs
 
             self.capacities = optimistic.Capacities(stages, training, mesh, device)
-        applied("parallel.expert_dispatch", "exact" if self.capacities is None else "optimistic")
+        applied("parallel.expert_dispatch", "optimistic" if stages[0].padded_chunks else "exact")
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.longest_run = torch.zeros((), dtype=torch.int64, device=device)
@@ -144,7 +162,7 @@ class TrainStep:
         if not 0 <= learning_rate < math.inf:
             raise UserError(f"step {step}: the learning rate is {learning_rate}: it must be a number of at least 0")
         done = self._attempt(batches, tokens, learning_rate)
-        while self.capacities is not None and self.capacities.must_repeat():
+        while self.capacities.must_repeat():
             done = self._attempt(batches, tokens, learning_rate)
         set_mode(self.optimizer, "eval")
         # Not in place: the results of earlier steps have these tensors, and may be read later.
@@ -159,7 +177,7 @@ class TrainStep:
             skipped=self.skipped,
             consecutive=self.longest_run,
             routing=done.routing,
-            padding=None if self.capacities is None else self.capacities.padding,
+            padding=self.capacities.padding,
             sequences=sequences,
             length=length,
             **done.losses,
@@ -169,10 +187,10 @@ class TrainStep:
         """Run the batches, and update the weights unless a number is not finite or rows of experts did not fit."""
         with phase("forward_backward"):  # a step without a target has gradients of 0, not nan
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
-        norm, losses, routing_sums, overflowed = self._over_all_ranks(loss, tokens)
+        norm, losses, routing_sums, needed = self._over_all_ranks(loss, tokens)
         # Both: a gradient may overflow behind a finite loss, and one rank of tp alone may have a loss that is nan.
         finite = torch.isfinite(norm) & torch.isfinite(losses["loss"])
-        is_applied = finite if overflowed is None else finite & ~overflowed
+        is_applied = self.capacities.fits(finite, needed)
         clip(self.stages, norm, self.training.max_grad_norm)
         routing = self.expert_balance.finish_step(is_applied, sums=routing_sums)
         with phase("optimizer"):
@@ -189,18 +207,13 @@ class TrainStep:
         for name, in_head, factor in self.sums_of_head:
             total = take_sum(self.stages, in_head)
             parts[name] = (torch.zeros_like(loss) if total is None else factor * total / tokens.clamp(min=1)).double()
-        sums = torch.stack([*parts.values()])
-        routed = self.expert_balance.take_sums(self.device)
-        if routed is not None:
-            sums = torch.cat((sums, routed.flatten()))
-        length = len(sums)
-        if self.capacities is not None:
-            sums = torch.cat((sums, self.capacities.take_sums()))
-        dist.all_reduce(sums)
-        losses = dict(zip([*parts][1:], sums[1 : len(parts)].float() / self.mesh.tp.size(), strict=True))
-        routing_sums = None if routed is None else sums[len(parts) : length]
-        overflowed = None if self.capacities is None else self.capacities.overflowed(sums[length:])
-        return _OverAllRanks(sums[0].sqrt(), losses, routing_sums, overflowed)
+        own = [part.view(1) for part in parts.values()]
+        routed, needed = self.expert_balance.take_sums(self.device).flatten(), self.capacities.take_sums()
+        message = torch.cat((*own, routed, needed))
+        dist.all_reduce(message)
+        sums, routed, needed = message.split((len(own), len(routed), len(needed)))
+        losses = dict(zip([*parts][1:], sums[1:].float() / self.mesh.tp.size(), strict=True))
+        return _OverAllRanks(sums[0].sqrt(), losses, routed, needed)
 
     def _count(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the target tokens, int64 (), and the pairs of `StepResult` of the micro batches of all ranks.

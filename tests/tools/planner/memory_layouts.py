@@ -208,8 +208,8 @@ def covering(models: tuple[str, ...], seed: int = 0) -> list[Choice]:
     return drawn
 
 
-def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, compiled_loss: bool = False) -> Memory:
-    """Return what the planner says of a pipeline rank."""
+def case_of(config: c.Config, fused_norm: bool = True, compiled_loss: bool = False) -> Case:
+    """Return a layout as the planner takes it, with equal loads of experts."""
     model, parallel, training = config.model, config.parallel, config.training
     attention = "eager" if model.attention == "eager" else "flash2"
     fused_norm = fused_norm and not model.norm_offset  # of which a GPU has no kernel, either
@@ -218,7 +218,12 @@ def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, com
     software = with_frozen_weights(software, model, config.trained)
     hardware = cluster("dgx_h100")  # bytes do not depend on it
     of_run = model, training, parallel, config.recompute, kernels, hardware, software, config.trained, config.optimizer
-    case = Case(*of_run, imbalance=1.0)
+    return Case(*of_run, imbalance=1.0)
+
+
+def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, compiled_loss: bool = False) -> Memory:
+    """Return what the planner says of a pipeline rank."""
+    case = case_of(config, fused_norm, compiled_loss)
     return memory_of(case, stage_sizes(case), rank)
 
 

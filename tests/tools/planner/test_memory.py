@@ -12,11 +12,13 @@ import torch
 
 from tests.hollow.memory import Choice
 from tests.tools.dry_run import preload
-from tests.tools.planner.memory_layouts import GPU, planned_memory, read_model
+from tests.tools.planner.memory_layouts import GPU, case_of, planned_memory, read_model
 from torchllm import config as c
 from torchllm.config.schema import RecomputeMode
 from torchllm.tools.config.load import load_config
 from torchllm.tools.dry_run.run import examine
+from torchllm.tools.planner.offload import inputs_on_host
+from torchllm.tools.planner.predict import stage_sizes
 
 TORCH_2_15 = torch.__version__ >= (2, 15)
 TRUE_PEAKS = Path(__file__).parents[2] / "hollow" / "memory.csv"
@@ -212,6 +214,36 @@ def test_memory_of_weights_in_bfloat16_agrees_with_the_dry_run(
     assert planned.weights == kind.memory["parameters"]
     assert planned.optimizer == pytest.approx(kind.memory["optimizer"], rel=1e-5)
     assert planned.live == pytest.approx(sum(kind.memory.values()), rel=0.002)
+
+
+WITH_INPUTS_ON_HOST = {
+    "sequence parallel": partial(layout, "llama3_1b", 8, tp=2, dp_shard=2, mode="full", **SP),
+    "ring": partial(layout, "llama3_1b", cp=2, mode="full"),
+    "segments": partial(layout, "llama3_1b", 8, dp_shard=2, mode="segment"),
+    "pipeline": partial(layout, "llama3_1b", 8, pp=2, dp_shard=2, count=4, mode="full"),
+    "segments, interleaved": partial(layout, "llama3_1b", 8, pp=2, count=4, mode="segment", schedule="Interleaved1F1B"),
+    "zero bubble, V": partial(layout, "llama3_1b", 8, pp=2, count=6, mode="full", schedule="ZBVZeroBubble"),
+}
+ON_HOST_BY_DEFAULT = ("segments", "pipeline")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ON_HOST_BY_DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in WITH_INPUTS_ON_HOST
+    ],
+)
+def test_inputs_of_blocks_on_the_host_agree_with_the_dry_run(name: str) -> None:
+    """Exactly, and none of them is in the memory of the GPU."""
+    config = WITH_INPUTS_ON_HOST[name]()
+    recompute = replace(config.recompute, k=2 if config.recompute.mode == "segment" else 1, offload=True)
+    config = replace(config, recompute=recompute, cluster=GPU)
+    preload()
+    for kind in examine(config).kinds:
+        case = case_of(config)
+        assert kind.host == inputs_on_host(case, stage_sizes(case), [kind.shown]) > 0
+        assert planned_memory(config, kind.shown).live == pytest.approx(sum(kind.memory.values()), rel=0.005)
 
 
 WITH_COMPILED_LOSS = {

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from torchllm.tools.dry_run.tracker import NEVER, Held, Sent, Tracker
+from torchllm.tools.dry_run.tracker import HOST, NEVER, Held, Sent, Tracker
 
 Bytes = Counter[str]
-"""bytes by purpose, one of `PURPOSES`; a difference of two may be negative"""
+"""bytes by purpose, one of `PURPOSES` or `HOST`; a difference of two may be negative"""
 
 PURPOSES = {
     "parameters": "this rank's share of the weights, float32; frozen ones with updates in the type of the computation",
@@ -116,10 +116,10 @@ def _time(event: _Change | Sent) -> int:
 def _span(name: str, start: Bytes, changes: Sequence[_Change], sent: Sequence[Sent]) -> Span:
     """Return the span from one mark to the next, which begins at level `start` and goes through `changes`."""
     level, peak, highest_by_purpose = start.copy(), start.copy(), start.copy()
-    total = peak_total = sum(start.values())
+    total = peak_total = on_device(start)
     for index, change in enumerate(changes):
         level[change.kind] += change.bytes
-        total += change.bytes
+        total += change.bytes if change.kind != HOST else 0
         highest_by_purpose[change.kind] = max(highest_by_purpose[change.kind], level[change.kind])
         is_last_made = index + 1 == len(changes) or changes[index + 1][:2] != change[:2]
         if change.order == _MADE and is_last_made and total > peak_total:
@@ -179,8 +179,13 @@ def saved_by_forwards(tracker: Tracker) -> list[int]:
 
 
 def largest(levels: Iterable[Bytes]) -> Bytes:
-    """Return the level with the largest sum."""
-    return max(levels, key=lambda level: sum(level.values()))
+    """Return the level with the most bytes of the device."""
+    return max(levels, key=on_device)
+
+
+def on_device(level: Bytes) -> int:
+    """Return the bytes of all purposes but the host's."""
+    return sum(level.values()) - level[HOST]
 
 
 def larger_of_each(a: Bytes, b: Bytes) -> Bytes:

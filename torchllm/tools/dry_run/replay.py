@@ -56,7 +56,7 @@ class Traced(NamedTuple):
     saved: list[int]
     """bytes that each forward pass stored for its backward"""
     host: int = 0
-    """bytes of the optimizer's states in the host's memory"""
+    """bytes of the optimizer's states in the host's memory; inputs of blocks there are in the spans"""
 
 
 class Collectives(NamedTuple):

@@ -40,7 +40,7 @@ class RankKind(NamedTuple):
     traced_pp_ranks: int
     """pipeline ranks of the step that was traced"""
     host: int
-    """bytes of the optimizer's states in the host's memory, which are not in `memory`"""
+    """bytes in the host's memory, not in `memory`: states of the optimizer, inputs of blocks"""
 
     @property
     def peak(self) -> int:
@@ -250,7 +250,7 @@ def assumptions(report: Report) -> Iterator[str]:
     yield "not counted: the allocator's gaps, buffers of the communication library, CUDA's own: some GiB on a GPU"
     if any(kind.host for kind in report.kinds):
         of_kinds = " or ".join(dict.fromkeys(size(kind.host) for kind in report.kinds))
-        yield f"not counted: {of_kinds} of a rank's moments or averages in its host's memory"
+        yield f"not counted: {of_kinds} of a rank's moments, averages or inputs of blocks in its host's memory"
     yield "sent: in rings, each collective once round"
     if config.parallel.ep > 1:
         yield "tokens use all experts equally often: a rank whose experts are chosen more often holds and receives more"

@@ -27,10 +27,12 @@ from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import show_progress, signs_of_life
 from torchllm.tools.dry_run.apart import in_processes
+from torchllm.tools.dry_run.memory import on_device
 from torchllm.tools.dry_run.repeats import blocks_of_stages, find_repeats
 from torchllm.tools.dry_run.replay import Key, ReplayedStep, Traced, action_keys, replay
 from torchllm.tools.dry_run.report import RankKind, Report, as_json, as_text
 from torchllm.tools.dry_run.trace import CPU, TRACED_STEPS, count_blocks, fake_ranks, trace, true_orders
+from torchllm.tools.dry_run.tracker import HOST
 from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.planner.cluster import read_cluster
 
@@ -217,8 +219,10 @@ def _highest(parallel: Parallel, plan: TracePlan, traced: Traced, micro_batches:
         order = _keys(parallel, micro_batches, rank)
         if set(order) <= set(traced.keys):
             steps[rank] = replay(traced, order, micro_batches, graphs)
-    rank = max(steps, key=lambda rank: sum(steps[rank].peak.values()))
+    rank = max(steps, key=lambda rank: on_device(steps[rank].peak))
     step = steps[rank]
+    on_host = step.highest[HOST]
+    del step.peak[HOST]
     return RankKind(
         pp_ranks=plan.ranks,
         shown=rank,
@@ -227,5 +231,5 @@ def _highest(parallel: Parallel, plan: TracePlan, traced: Traced, micro_batches:
         sent=step.sent,
         traced_micro_batches=traced.micro_batches,
         traced_pp_ranks=plan.pp,
-        host=traced.host,
+        host=traced.host + on_host,
     )

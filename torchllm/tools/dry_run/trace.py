@@ -39,6 +39,7 @@ from torchllm.parallel.initialize import materialize
 from torchllm.parallel.input_offload import OffloadedInputs
 from torchllm.parallel.local_tensor import local_tensor
 from torchllm.parallel.mesh import Mesh, build_mesh
+from torchllm.parallel.optimistic import Capacities
 from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.parallel.pipeline import Pipeline
 from torchllm.runtime.torch_compat import FakeTensorMode
@@ -227,7 +228,7 @@ def _trace(
             rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
             watched = _Watched(forward_backward, tracker, others)
             step = TrainStep([*stages, *others], watched, optimizer, rate, mesh, fewer, CPU)
-            if step.capacities is not None:  # even loads need the first level
+            if isinstance(step.capacities, Capacities):  # even loads need the first level
                 step.capacities.read = lambda needed: [0] * len(needed)
             shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
             batches = [_batch(shape, config.data.document_mask, config.model.mtp_depth) for _ in range(micro_batches)]

@@ -26,7 +26,7 @@ from torchllm.tools.mesh_axes import MeshAxis
 from torchllm.tools.torch_names import group_with_name
 
 NO_DEVICE = torch.device("meta")
-"""of tensors that do not count: the inputs of blocks on the host"""
+"""of tensors in the host's memory: the inputs of blocks"""
 HOST = "host"
 """purpose of memory that is not of the device"""
 NEVER = 1 << 62
@@ -182,7 +182,7 @@ class Tracker(TorchDispatchMode):
         if self.fake is not None and getattr(tensor, "fake_mode", None) is not self.fake:
             return
         if tensor.device == NO_DEVICE:
-            return
+            kind = HOST
         storage = tensor.untyped_storage()
         reference, held = self._live.get(id(storage), (None, None))
         if reference is not None and held is not None and reference() is storage:

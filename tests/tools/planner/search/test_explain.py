@@ -95,6 +95,19 @@ def test_pipeline_stages_are_traded_for_data_ranks_too() -> None:
     assert "pp 2 instead of 4 and data ranks 8 instead of 4" in text
 
 
+def test_chunks_of_tokens_are_compared_where_experts_are_sent() -> None:
+    """They are no part of a search, and their price is in the words of its winner."""
+    job = make_job(replace(SMALL, experts=8, top_k=2, expert_ffn=768), gpus=16, batch=64, length=4096)
+    layout = Layout(pp=1, dp_replicate=1, dp_shard=16, cp=1, tp=1, ep=8, zero_stage=1)
+    one, two = (replace(job, of_all_layouts={"expert_chunks": chunks}) for chunks in (1, 2))
+    steps = [predict(chunked.case(layout)).step for chunked in (one, two)]
+    *_, sentence = why(job, Ranked(layout, predict(one.case(layout))))
+    assert sentence.startswith("With parallel.expert_chunks 2 instead of 1, a step ")
+    assert f"{abs(steps[1] / steps[0] - 1):.1%} {'longer' if steps[1] > steps[0] else 'faster'}" in sentence
+    for other, of_all in ((layout, two), (layout._replace(ep=1), one)):
+        assert "expert_chunks" not in " ".join(why(of_all, Ranked(other, predict(of_all.case(other)))))
+
+
 def test_columns_stand_under_their_titles_and_terms_are_largest_first() -> None:
     heading, line, *rest = ranking_table(large_job(), outcome().best, 1e12)
     assert 1 + len(rest) == 2 * len(outcome().best)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchllm.config import Config, Parallel
+from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster
@@ -168,15 +168,6 @@ OF_ALL_LAYOUTS = ("expert_dispatch", "expert_chunks", "split", "keep_last_block"
 """keys of [parallel] that a plan does not choose, and whose values it prices"""
 
 
-def refuse_stages(config: Config) -> None:
-    """Raise UserError if a run has stages whose steps have other sizes."""
-    if reason := _stages_of_other_sizes(config):
-        raise UserError(
-            f"{reason}: plan one with --data.stage=[] and its --training.global_batch_size and "
-            '--training.sequence_length; parallel.layout = "auto" plans them together'
-        )
-
-
 def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
     """Return the question to the planner for [training]: keys that the run sets are fixed, others are open."""
     fixed: dict[str, Any] = {}
@@ -199,7 +190,7 @@ def job_of(config: Config, world_size: int, written: Collection[str], hardware: 
         trained=config.trained,
         optimizer=config.optimizer,
         fixed=fixed,
-        exchanges=Parallel(**{key: getattr(config.parallel, key) for key in OF_ALL_LAYOUTS}),
+        of_all_layouts={key: getattr(config.parallel, key) for key in OF_ALL_LAYOUTS},
         offloads_inputs=config.recompute.offload,
         recompute_k=config.recompute.k,
     )

@@ -23,6 +23,8 @@ DEGREES = ("pp", "data", "cp", "tp")
 """fields of `DegreeMesh`"""
 SMALL = 1 / 1000
 """share of a step below which a term is not worth a word"""
+EXPERT_CHUNKS = 2
+"""of parallel.expert_chunks, as `why` tries them: more hide little more of an exchange, and make products smaller"""
 NO_DIFFERENCE = 0.0005
 """share of a step below which two layouts take the same time"""
 
@@ -98,7 +100,7 @@ def why(job: Job, winner: Ranked) -> list[str]:
     """Return a sentence on where the winner's time goes, and up to three on layouts that differ in one setting.
 
     For each setting (a degree, recomputation, the micro batch) the best layout with another value is compared: its
-    cost, and the term or the missing memory that explains it.
+    cost, and the term or the missing memory that explains it. With expert parallelism chunks of tokens are one more.
     """
     compared = []
     for layouts in one_change(job, winner.layout):
@@ -110,7 +112,12 @@ def why(job: Job, winner: Ranked) -> list[str]:
     too_large = [ranked for ranked in compared if not ranked.prediction.fits]
     sentences = [_where_time_goes(winner.prediction)]
     for changed in [*fitting[:2], *too_large[:1]]:
-        sentences.append(_compare(job, winner, changed))
+        settings = " and ".join(_changed_settings(winner.layout, changed.layout))
+        sentences.append(_compare(job, settings, changed.prediction, winner.prediction))
+    if winner.layout.ep > 1 and job.of_all_layouts.get("expert_chunks", 1) == 1:
+        chunked = replace(job, of_all_layouts={**job.of_all_layouts, "expert_chunks": EXPERT_CHUNKS})
+        settings = f"parallel.expert_chunks {EXPERT_CHUNKS} instead of 1"
+        sentences.append(_compare(job, settings, predict(chunked.case(winner.layout)), winner.prediction))
     return sentences
 
 
@@ -180,10 +187,8 @@ def _on_mesh(job: Job, layout: Layout, mesh: DegreeMesh) -> list[Layout]:
 COMPARED_KEYS = ("tp", "pp", "cp", "ep", "recompute", "micro_batch_size", "data_ranks", "zero_stage")
 
 
-def _compare(job: Job, winner: Ranked, changed: Ranked) -> str:
-    """Return a sentence on the cost of another layout relative to the winner."""
-    prediction, best = changed.prediction, winner.prediction
-    settings = " and ".join(_changed_settings(winner.layout, changed.layout))
+def _compare(job: Job, settings: str, prediction: Prediction, best: Prediction) -> str:
+    """Return a sentence on the cost of other settings relative to the winner's, `best`."""
     sentence = f"With {settings}, a step {_time_beside(prediction.step, best.step)}"
     if not prediction.fits:
         return f"{sentence}, but {missing_memory(job, prediction)}."

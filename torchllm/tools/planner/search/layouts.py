@@ -160,8 +160,8 @@ class Job:
     """the largest value of some fields of `Layout` that are searched"""
     imbalance: float = IMBALANCE
     """with experts: rows of the busiest rank's experts, divided by the average over ranks"""
-    exchanges: Parallel = field(default_factory=Parallel)
-    """its keys that no `Layout` has, such as `expert_chunks`, are those of the layouts that are searched"""
+    of_all_layouts: Mapping[str, Any] = field(default_factory=dict)
+    """keys of [parallel] that no `Layout` has, such as `expert_chunks`; others have their defaults"""
     offloads_inputs: bool = False
     """recompute.offload, of layouts that recompute whole blocks"""
     recompute_k: int = 0
@@ -231,12 +231,17 @@ class Job:
             return replace(recompute, k=self.recompute_k)
         return recompute
 
+    @cached_property
+    def _others(self) -> Parallel:
+        """[parallel] with the keys of all layouts."""
+        return Parallel(**self.of_all_layouts)
+
     def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:
-        """Return [parallel] with this layout; other keys are taken from `base`."""
+        """Return [parallel] with this layout; keys that the job does not have either are taken from `base`."""
         values = layout._asdict()
         del values["micro_batch_size"], values["recompute"]
         values["scatter_gather"] = self.training.sequence_length // layout.cp % layout.tp == 0
-        return replace(base or self.exchanges, **values)
+        return replace(replace(base, **self.of_all_layouts) if base else self._others, **values)
 
     def config(self, base: C, layout: Layout) -> C:
         """Return a run's config with this layout; other keys are taken from `base`."""
@@ -372,7 +377,7 @@ class Job:
 
     def _schedules_of(self, pp: int, micro_batches: int) -> list[tuple[PipelineSchedule, int]]:
         """Return the possible schedules of `pp` ranks."""
-        split = self.exchanges.split
+        split = self._others.split
         if pp == 1:
             if split:
                 return []

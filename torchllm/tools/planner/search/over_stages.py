@@ -1,6 +1,6 @@
 """Choose layouts for a run whose stages have other batch sizes or lengths ([[data.stage]]). No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from torchllm.config.errors import UserError
 from torchllm.config.stages import spans_of
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.advice import within_risk
-from torchllm.tools.planner.search.explain import divides_nowhere, fits_nowhere
+from torchllm.tools.planner.search.explain import GIB, divides_nowhere, fits_nowhere
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.search import Ranked, Search, search
-from torchllm.tools.planner.validity import RISK
+from torchllm.tools.planner.validity import RISK, judge
 
 FIRST_LOOK = 16
 """fastest layouts of each stage that are looked at first"""
@@ -101,3 +101,18 @@ def over_stages(stages: Sequence[StageJob], layout: Layout) -> StagedLayout | No
         seconds += stage.steps * prediction.step
         memory = max(memory, prediction.memory.total)
     return StagedLayout(layout, seconds, memory)
+
+
+def stage_table(stages: Sequence[StageJob], layout: Layout) -> Iterator[str]:
+    """Yield a heading, a line for each stage with the cost of a step, and the hours of all."""
+    yield "      step s    MFU    GiB             steps   sequences  tokens  stage"
+    seconds = 0.0
+    for stage in stages:
+        case, training = stage.job.case(layout), stage.job.training
+        prediction = predict(case)
+        verdict = judge(case, prediction)
+        cost = f"{prediction.step:8.4g} {prediction.mfu:6.1%} {prediction.memory.total / GIB:6.1f} {verdict.fits:10}"
+        sizes = f"{stage.steps:11,} {training.global_batch_size:11,} {training.sequence_length:7,}"
+        yield f"    {cost}{sizes}  {stage.key}"
+        seconds += stage.steps * prediction.step
+    yield f"    {seconds / 3600:.4g} hours in all"

@@ -14,7 +14,7 @@ from torchllm.tools.config.draft import override, parse_arguments
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import Layer, read_files
 from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
-from torchllm.tools.planner.search.auto import job_of, refuse_stages
+from torchllm.tools.planner.search.auto import job_of
 from torchllm.tools.planner.search.layouts import Job
 from torchllm.tools.resources import find_config, resource
 
@@ -77,11 +77,7 @@ class PlannedModel(NamedTuple):
         return self.layer.origins.get(path, self.file)
 
     def job(self, hardware: Hardware, gpus: int) -> Job:
-        """Return the question to the planner: keys of the command line are fixed, other keys of a layout are open.
-
-        Raises UserError if the run has stages of other sizes.
-        """
-        refuse_stages(self.config)
+        """Return the question to the planner: keys of the command line are fixed, other keys of a layout are open."""
         written = self.restrictions.overrides
         job = replace(job_of(self.config, gpus, written, hardware), most=self.restrictions.most)
         if not any(key.startswith("compile.") for key in written):

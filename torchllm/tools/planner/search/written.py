@@ -105,7 +105,7 @@ def sections(model: PlannedModel, job: Job, layout: Layout) -> Tables:
     }
     for section, (config, keys) in written.items():
         tables.setdefault(section, {}).update({key: getattr(config, key) for key in keys})
-    for section in ("training", "optimizer", "recompute"):  # the keys that a plan may change besides
+    for section in ("training", "parallel", "optimizer", "recompute"):  # the keys that a plan may change besides
         planned, base = getattr(run, section), getattr(model.config, section)
         changed = [field.name for field in fields(base) if getattr(planned, field.name) != getattr(base, field.name)]
         tables.setdefault(section, {}).update({name: getattr(planned, name) for name in changed})
