@@ -424,9 +424,7 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert minimal.files <= 55  # one of 40 lines describes errors of the system, two register what tools read
     assert minimal.lines <= 6_654  # 29: docstrings of folders; 291: what parts of blocks declare; 24: gloo, one thread
     assert pretrain.files <= 119
-    assert (
-        pretrain.lines <= 14_361
-    )  # 10: no capacities; 25: gloo with one thread; 15: averages on the host; 35: slow copies
+    assert pretrain.lines <= 14_361  # 10: no capacities; 25: gloo with one thread; 15: averages on the host; 35: copies
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
     # 345: heads of files that few runs import; 62: norms without weights, squared ReLU; 66: a ring, gloo, flash-attn-4
