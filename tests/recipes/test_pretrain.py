@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,31 @@ def test_resumed_on_another_layout_it_reads_the_same_samples(
     manifest = last_manifest(folder)
     assert manifest["data"] == last_manifest(trained)["data"]
     assert manifest["world_size"] == ranks
+
+
+GROWING = (
+    "--data.stage=[{until = 3}, {until = 6, sequence_length = 64}, {global_batch_size = 32}]",
+    *("--schedule.by_tokens=true", "--schedule.name=linear", "--schedule.warmup_steps=2"),
+)
+SEQUENCES, LENGTHS = [16] * 6 + [32] * 2, [32] * 3 + [64] * 3 + [32] * 2
+"""of the steps"""
+
+
+def test_a_rate_by_tokens_follows_longer_sequences_and_larger_batches(tmp_path: Path) -> None:
+    """Also of a run that goes on in mid-stage on another layout; the linear decay ends at 0 with the last token."""
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert pretrain(1, whole, "--parallel.dp_shard=1", *GROWING) == [""]
+    ends = list(accumulate(sequences * length for sequences, length in zip(SEQUENCES, LENGTHS, strict=True)))
+    positions = [STEPS * tokens / ends[-1] for tokens in ends]
+    rates = [3e-3 * (position / 2 if position <= 2 else (STEPS - position) / (STEPS - 2)) for position in positions]
+    records = metrics(whole)
+    assert [record["tokens"] for record in records] == ends
+    assert [record["learning_rate"] for record in records] == pytest.approx(rates, rel=1e-12, abs=1e-18)
+    resumed = from_step_4(whole, parted)
+    assert pretrain(2, resumed, *GROWING) == ["", ""]
+    assert [record["learning_rate"] for record in metrics(resumed)] == [record["learning_rate"] for record in records]
+    for ours, theirs in zip(curve(resumed), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)  # as on other layouts above
 
 
 def last_manifest(folder: Path) -> dict[str, Any]:
