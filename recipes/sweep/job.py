@@ -23,6 +23,7 @@ from torchllm.tools.launch.compiler import first_gpu
 from torchllm.tools.planner.calibration.rows import COLUMNS as MEASURED_COLUMNS
 from torchllm.tools.planner.calibration.rows import measurement_of
 from torchllm.tools.planner.search.auto import cluster_with_gpu, planned
+from torchllm.tools.proof.recipe import schema_of_fork
 from torchllm.tools.resources import resource
 
 Overrides = tuple[str, ...]
@@ -87,7 +88,7 @@ def resolve_layout(config: str, overrides: Overrides, processes: int) -> Resolve
             contextlib.redirect_stderr(errors),
             contextlib.redirect_stdout(io.StringIO()),
         ):
-            resolved = load_configs(arguments, uses_epochs=True)[0]
+            resolved = load_configs(arguments, schema_of_fork(Config), uses_epochs=True)[0]
     except SystemExit:
         return Resolved(None, "; ".join(errors.getvalue().strip().splitlines()))
     without_effect = []

@@ -56,6 +56,18 @@ def test_bases_and_overrides(folder: Path) -> None:
     assert type(config.optimizer.learning_rate) is float
 
 
+def test_a_base_that_is_a_run_is_named_as_any_run_and_keeps_its_folder(folder: Path) -> None:
+    """A variant does not go on in the run's folder."""
+    run = folder / "old run"
+    run.mkdir()
+    (run / "config.toml").write_text(f"[run]\nfolder = '{run}'\nseed = 7\n[model]\nlayers = 3\n")
+    for name in ("old run", "old run/config.toml"):
+        (folder / "x.toml").write_text(f"base = '{name}'\n[optimizer]\nlearning_rate = 1\n")
+        config = load_config(["x.toml"])
+        assert (config.run.folder.startswith("runs/x-"), config.run.seed, config.model.layers) == (True, 7, 3)
+    assert load_config(["old run"]).run.folder == str(run)
+
+
 def test_keys_of_kinds_in_a_base_a_file_and_the_command_line(folder: Path) -> None:
     (folder / "base.toml").write_text(
         "[model]\npattern = ['local', 'full']\n[model.kinds.local]\nwindow = 16\nrope_theta = 5.0\n[model.kinds.full]\n"

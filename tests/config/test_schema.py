@@ -68,6 +68,7 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"compile.norm": True, "model.family": "gpt"}, None, ["compile.norm"]),
     ({"compile.norm": True}, None, []),
     ({"schedule.warmup_steps": 1001}, None, ["schedule.warmup_steps"]),
+    ({"schedule.warmup_steps": 1001, "finetune.epochs": 2.0}, None, []),  # these decide the steps
     (
         {"schedule.name": "wsd", "schedule.warmup_steps": 1, "schedule.decay_steps": 1000},
         None,

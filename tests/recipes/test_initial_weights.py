@@ -130,6 +130,40 @@ def test_the_updates_of_a_run_are_no_initial_weights_and_its_export_is(
     assert line.startswith("--checkpoint.initial: run/checkpoints/step-00000002 holds low-rank updates, and not")
     assert "--export.folder=merged" in line
     export.main(load_run(["run", "--export.folder=merged"], one_device=True))
-    with pytest.raises(SystemExit) as ended:  # that of a check without a fault
-        load_configs([*second, "--model.from_hf=merged"])
-    assert ended.value.code == 0
+    assert passes([*second, "--model.from_hf=merged"])
+
+
+def passes(arguments: list[str]) -> bool:
+    """Return whether `--check` finds no fault."""
+    with pytest.raises(SystemExit) as ended:
+        load_configs(arguments)
+    return ended.value.code == 0
+
+
+def test_the_experts_of_a_run_start_from_a_dense_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter_empty_folder(tmp_path, monkeypatch)
+    monkeypatch.setenv("NPROC", "1")
+    save_run(tmp_path / "run", Model(**SIZES))
+    dense = [*sizes_of(tmp_path / "run"), "--training.sequence_length=64", "--checkpoint.initial=run", "--check"]
+    experts = [*dense, "--model.experts=4"]
+    first, *_ = refusal(capsys, lambda: load_configs(experts))
+    assert first.startswith("--checkpoint.initial: layers.0.mlp.routed.router.weight: missing in the checkpoint")
+    assert passes([*experts, "--model.upcycle=true"])
+
+
+def test_a_run_with_a_copy_in_storage_may_resume_without_its_initial_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine: the start says it if storage has none either."""
+    enter_empty_folder(tmp_path, monkeypatch)
+    monkeypatch.setenv("NPROC", "1")
+    gone = ["--training.sequence_length=64", "--checkpoint.initial=gone", "--check"]
+    assert passes([*gone, "--checkpoint.remote=memory://run"])
+    said = "checkpoint.initial: there is no gone; memory://run is not read"
+    assert f"not checked: {said}" in capsys.readouterr().err.splitlines()
+    fresh = [*gone, "--checkpoint.remote=memory://run", "--checkpoint.resume=none"]
+    for arguments in (gone, fresh):
+        lines = refusal(capsys, partial(load_configs, arguments))
+        assert any("checkpoint.initial: gone" in line for line in lines)

@@ -173,6 +173,22 @@ def test_a_layout_neither_copies_its_checkpoint_nor_goes_on_from_another(tmp_pat
     assert (resolved.config.checkpoint.remote, resolved.config.checkpoint.resume) == ("", "auto")
 
 
+def test_a_section_of_a_fork_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = tmp_path / "mine.py"
+    fork.write_text(
+        "from dataclasses import dataclass, field\nfrom torchllm.config import Config\n\n\n"
+        "@dataclass(frozen=True)\nclass Distill:\n    weight: float = 1.0\n\n\n"
+        "@dataclass(frozen=True)\nclass Mine(Config):\n    distill: Distill = field(default_factory=Distill)\n"
+    )
+    file = tmp_path / "x.toml"
+    file.write_text(f'base = "{ROOT / DEBUG}"\n[distill]\nweight = 0.5\n')
+    assert "distill" in resolve_layout(str(file), MEASURING, 1).problem
+    monkeypatch.setenv("RECIPE", str(fork))
+    resolved = resolve_layout(str(file), MEASURING, 1)
+    assert resolved.config is not None, resolved.problem
+    assert vars(resolved.config)["distill"].weight == 0.5
+
+
 def test_predicted_against_measured(tmp_path: Path) -> None:
     config, _ = resolve_layout(DEBUG, ("--parallel.tp=2",), 8)
     assert config is not None

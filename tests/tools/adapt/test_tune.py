@@ -110,7 +110,8 @@ def test_steps_are_taken_until_the_two_fastest_agree() -> None:
 
 
 def test_times_are_kept_by_all_that_they_depend_on() -> None:
-    runtime: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+    runtime: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2, ranks_on_node=2)
+    apart: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2, ranks_on_node=1)
     others: list[Settings] = [
         {"optimizer.offload": True},
         {"optimizer.name": "muon"},
@@ -121,6 +122,7 @@ def test_times_are_kept_by_all_that_they_depend_on() -> None:
         {"float8.recipe": "rowwise"},
     ]
     keys = [tune.job_key(tiny(settings), runtime) for settings in [{}, *others]]
+    keys.append(tune.job_key(tiny({}), apart))
     assert len(set(keys)) == len(keys)
     same: list[Settings] = [{"parallel.tp": 2}, {"recompute.mode": "full"}, {"training.steps": 7}]
     assert {tune.job_key(tiny(settings), runtime) for settings in same} == {keys[0]}

@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -395,6 +396,34 @@ def test_megatron_without_a_family_is_its_default(tmp_path: Path) -> None:
     assert (values["model.family"], values["model.ffn"]) == ("gpt", 256)
 
 
+def test_what_megatron_does_by_default_and_our_models_do_not_is_said(tmp_path: Path) -> None:
+    def converted(words: str) -> str:
+        base = "--num-layers 2 --hidden-size 64 --train-iters 90 --lr 1e-3 "
+        return converted_config(_write(tmp_path, "train.sh", base + words))
+
+    llama = "--swiglu --normalization RMSNorm --position-embedding-type rope"
+    no_biases, biases = "matrices have no biases there, and model.family", "matrices have biases there, and our models"
+    for words, remark in (
+        ("", ""),
+        ("--disable-bias-linear", no_biases),
+        (f"{llama} --disable-bias-linear", ""),
+        (llama, biases),
+    ):
+        text = converted(words)
+        first, *_ = text.splitlines()
+        assert remark in first if remark else "the architecture differs" not in text
+        assert ("the model.family has them" in text) == (words == f"{llama} --disable-bias-linear")
+    assert "#   hidden_dropout = 0.1, the default there: there is no dropout here" in converted("")
+    assert "dropout = 0.1" not in converted("--attention-dropout 0 --hidden-dropout 0")
+    wsd = "--lr-decay-style WSD --lr-wsd-decay-iters 30"
+    changes, *_ = converted(wsd).partition("# Does not change")
+    assert (
+        '#   lr_wsd_decay_style = "exponential", the default there: schedule.decay is linear or 1-sqrt here' in changes
+    )
+    assert _values(converted(f"{wsd} --lr-wsd-decay-style minus_sqrt"))["schedule.decay"] == "1-sqrt"
+    assert "lr_wsd_decay_style" not in converted("")
+
+
 SCRIPT = """
 export WIDTH=512
 HIDDEN=${HIDDEN:-$WIDTH}   # a default
@@ -467,8 +496,21 @@ def test_nanochat_meta_file(tmp_path: Path) -> None:
     assert (values["model.layers"], values["model.hidden"], values["model.heads"]) == (12, 768, 6)
     assert values["training.global_batch_size"] == 256
     assert (values["optimizer.name"], values["optimizer.head_rate"]) == ("muon", pytest.approx(0.4))
+    assert (values["schedule.name"], values["schedule.decay_steps"]) == ("wsd", 650)
     assert not values.keys() & {"metrics.wandb", "float8.recipe"}  # a run named dummy is not logged, fp8 is off
     assert "the architecture differs" in text
+
+
+def test_a_decay_of_no_steps_is_a_constant_rate(tmp_path: Path) -> None:
+    """`decay_steps = 0` stands for a tenth of the run."""
+    theirs = {"user_config": {"depth": 12, "num_iterations": 1000, "warmdown_ratio": 0.0}}
+    for text in (
+        converted_config(_write(tmp_path, "meta_000100.json", json.dumps(theirs))),
+        _titan(tmp_path, "llama3", "8B", lr_scheduler={"decay_ratio": 0.0, "min_lr_factor": 0.2}),
+    ):
+        values = _values(text)
+        assert values["schedule.name"] == "constant"
+        assert not values.keys() & {"schedule.decay_steps", "schedule.decay", "schedule.final_fraction"}
 
 
 def test_litgpt_yaml(tmp_path: Path) -> None:
@@ -494,7 +536,22 @@ logger_name: wandb
     assert (values["optimizer.name"], values["optimizer.beta2"]) == ("adamw", 0.98)
     assert values["training.steps"] == 2862  # 3e9 / (512 x 2,048), rounded up
     assert values["schedule.final_fraction"] == pytest.approx(0.1)
-    assert values["schedule.warmup_steps"] == 100  # the default there
+    assert values["schedule.warmup_steps"] == 2000  # the default there
+
+
+def test_litgpt_has_the_optimizer_of_torch_where_the_file_names_none(tmp_path: Path) -> None:
+    def values_of(optimizer: str) -> dict[str, Any]:
+        theirs = f"model_name: x\ntrain:\n  max_steps: 9\n  max_seq_length: 64\n{optimizer}"
+        values = _values(converted_config(_write(tmp_path, "pretrain.yaml", theirs)))
+        return {key.removeprefix("optimizer."): value for key, value in values.items() if key.startswith("optimizer.")}
+
+    adamw = {"name": "adamw", "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01}
+    for optimizer in ("", "optimizer: AdamW\n"):
+        assert values_of(optimizer) == adamw | {"vector_decay": 1.0}
+    named = "optimizer:\n  class_path: torch.optim.AdamW\n  init_args:\n    weight_decay: 0.2\n"
+    assert values_of(named) == adamw | {"vector_decay": 1.0, "weight_decay": 0.2}
+    sgd = "optimizer:\n  class_path: torch.optim.SGD\n  init_args:\n    lr: 0.2\n"
+    assert values_of(sgd) == {"name": "sgd", "learning_rate": 0.2}
 
 
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests import workers
 from tests.tiny_run import ROOT
 from tests.tools.proof import forks, planted
 from tests.tools.proof.forks import Change, write_fork
-from torchllm.config import Config, Float8, Kinds, Model, Optimizer, Source, gradient_accumulation
+from torchllm.config import Config, Float8, Kinds, Model, Optimizer, Recompute, Source, gradient_accumulation
 from torchllm.config.errors import UserError
 from torchllm.config.schema import MixtureStage
 from torchllm.facts.parts.gated_delta import DeltaSizes, delta_sizes
@@ -27,7 +27,7 @@ from torchllm.tools.proof import prove
 from torchllm.tools.proof.axes import TECHNIQUES, Technique
 from torchllm.tools.proof.compare import Agreement
 from torchllm.tools.proof.float64 import Float64
-from torchllm.tools.proof.layouts import with_settings
+from torchllm.tools.proof.layouts import Settings, with_settings
 from torchllm.tools.proof.pool import WorkerFailed
 from torchllm.tools.proof.prove import ProofOptions, ProvenLayout, Prover, error_line
 from torchllm.tools.proof.recipe import MODULE, import_recipe
@@ -629,6 +629,35 @@ def test_keys_of_the_command_line_are_kept_and_varied_in_no_layout(
     monkeypatch.setattr(prove, "TECHNIQUES", [technique("recompute.mode=full")])
     kept = {"recompute.mode", "checkpoint.resume"}
     assert list(prove.prove(PRETRAIN, Config(), OPTIONS, workers.POOL, kept)) == []
+
+
+def test_a_key_of_recomputation_on_the_command_line_is_in_all_layouts(tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, CONFIG, OPTIONS, tmp_path, workers.POOL, kept={"recompute.mode"})
+    assert {prover.space.config(layout).recompute.mode for layout in prover.layouts} == {"none"}
+    offload = replace(CONFIG, recompute=Recompute("full", offload=True))
+    kept = {"recompute.offload"}
+    (tmp_path / "offload").mkdir()
+    prover = Prover(PRETRAIN, offload, OPTIONS, tmp_path / "offload", workers.POOL, kept)
+    with pytest.raises(UserError, match=r"no layout of one process is valid with recompute\.offload as given"):
+        prover.layout_like({})
+
+
+COPIED: list[Settings] = [
+    {"recompute.mode": "full", "recompute.offload": True},
+    {"compile.graphs": True, "run.device": "cuda"},
+    {"data.fim_rate": 0.5, "data.tokenizer": "tokenizer.json"},
+    {"data.validation_fraction": 0.002},
+    {"model.layers": 8, "model.frozen": r"layers\.[4-7]\..*"},
+]
+
+
+@pytest.mark.parametrize("settings", COPIED, ids=lambda settings: " ".join(settings))
+def test_keys_that_do_not_fit_a_small_copy_are_left_out(settings: Settings, tmp_path: Path) -> None:
+    small = shrink(with_settings(Config(), settings), 2, 3, tmp_path)
+    assert not problems(small, 1)
+    assert (small.recompute.offload, small.compile.graphs, small.data.fim_rate) == (False, False, 0)
+    assert small.data.validation_fraction >= 0.1
+    assert small.model.layers == (8 if small.model.frozen else 4)
 
 
 SCHEMAS = """

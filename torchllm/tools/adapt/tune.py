@@ -143,6 +143,7 @@ def job_key(config: Config, runtime: Runtime) -> str:
         *(asdict(section) for section in (config.compile, config.optimizer, config.float8, config.trained)),
         config.data.document_mask,
         runtime.world_size,
+        runtime.ranks_on_node,
         device,
         torch.__version__,
     )

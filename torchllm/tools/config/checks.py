@@ -158,6 +158,8 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def _schedule_problems(config: Config) -> Iterator[ConfigError]:
+    if config.finetune.epochs:  # they decide the steps
+        return
     schedule = config.schedule
     steps = config.training.steps
     if schedule.warmup_steps > steps:

@@ -55,6 +55,8 @@ def read_files(file: str, errors: list[str], folder: str = "train_configs") -> L
             break
         names[real] = file
         layer = _read_file(file, named_at, errors)
+        if layers and Path(file).name == RUN_CONFIG and isinstance(run := layer.table.get("run"), dict):
+            run.pop("folder", None)  # of the run whose config this is
         layers.append(layer)
         if "base" not in layer.table:
             break
@@ -65,7 +67,7 @@ def read_files(file: str, errors: list[str], folder: str = "train_configs") -> L
             errors.append(f"{named_at}base: {problem}")
             layers.append(_unread())
             break
-        file = os.path.normpath(find_base(os.path.dirname(file), base, folder))
+        file = os.path.normpath(find_config(find_base(os.path.dirname(file), base, folder)))
     return merge_layers(tuple(reversed(layers)))
 
 

@@ -83,6 +83,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "normalization": "LayerNorm",
         "untie_embeddings_and_output_weights": False,
         "ffn_hidden_size": None,
+        "disable_bias_linear": False,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "lr_wsd_decay_style": "exponential",
     },
     "nanochat": {
         "depth": 20,
@@ -99,14 +103,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "final_lr_frac": 0.05,
     },
     "litgpt": {
-        "train.global_batch_size": 64,
+        "train.global_batch_size": 512,
         "train.micro_batch_size": 4,
-        "train.lr_warmup_steps": 100,
-        "train.min_lr": 6e-5,
+        "train.lr_warmup_steps": 2000,
+        "train.min_lr": 4e-5,
+        "train.max_norm": 1.0,
+        "optimizer": "AdamW",
+        "optimizer.init_args.lr": 1e-3,
     },
 }
 """The programs' defaults for absent keys, if they differ from ours or are needed below. Sources: torchtitan 0.2.2,
-Megatron-LM core 0.16, nanochat of July 2026, litgpt 0.5."""
+Megatron-LM core 0.16, nanochat of July 2026, `litgpt pretrain` 0.5."""
 
 FORMER_NAMES = {
     "training.batch_size": "training.local_batch_size",
@@ -262,6 +269,8 @@ def _titan_schedule(their: Foreign) -> Settings | str:
     if decay == "cosine":
         return 'a constant rate with a cosine decay is not here: schedule.name = "wsd" decays linearly or by 1-sqrt'
     steps = round(float(share) * int(their.get("training.steps")))
+    if not steps:  # here 0 stands for a tenth of the run
+        return {"schedule.name": "constant"}
     return {
         "schedule.name": "wsd",
         "schedule.decay": "1-sqrt" if decay == "sqrt" else decay,
@@ -420,6 +429,22 @@ def _megatron_family(their: Foreign) -> Settings | str:
     return 'RMSNorm, SwiGLU and rotary positions come together here (model.family = "llama"), or none of them ("gpt")'
 
 
+def _megatron_biases(their: Foreign) -> str:
+    has_biases, is_gpt = not their.get("disable_bias_linear"), _megatron_family(their) == {"model.family": "gpt"}
+    if has_biases == is_gpt:
+        return NoEffect("as the model.family has them")
+    ours = 'model.family = "gpt" has them' if is_gpt else "our models have none"
+    return f"the architecture differs: matrices have {'biases' if has_biases else 'no biases'} there, and {ours}"
+
+
+def _megatron_decay(their: Foreign) -> Settings | str:
+    if str(their.get("lr_decay_style")).lower() != "wsd":
+        return NoEffect("the schedule is another one")
+    decays = {"linear": "linear", "minus_sqrt": "1-sqrt"}
+    style = str(their.get("lr_wsd_decay_style"))
+    return {"schedule.decay": decays[style]} if style in decays else "schedule.decay is linear or 1-sqrt here"
+
+
 def _megatron_ffn(their: Foreign) -> Settings:
     """By default 4 times the width, with SwiGLU two thirds of that, rounded down to a multiple of 64."""
     width = 4 * int(their.values["hidden_size"])
@@ -510,7 +535,8 @@ def _nanochat_schedule(their: Foreign) -> Settings:
     settings: Settings = {"schedule.name": "wsd", "schedule.final_fraction": their.get("final_lr_frac")}
     if steps > 0:
         settings["schedule.decay_steps"] = round(float(their.get("warmdown_ratio")) * steps)
-    return settings
+    has_decay = settings.get("schedule.decay_steps") != 0  # here 0 stands for a tenth of the run
+    return settings if has_decay else {"schedule.name": "constant"}
 
 
 def _nanochat_float8(their: Foreign) -> Settings | str:
@@ -519,7 +545,29 @@ def _nanochat_float8(their: Foreign) -> Settings | str:
 
 def _litgpt_rate(their: Foreign) -> str:
     """Return the key of the learning rate: it moved in version 0.5."""
-    return "optimizer.init_args.lr" if "optimizer.init_args.lr" in their.values else "train.learning_rate"
+    return "train.learning_rate" if "train.learning_rate" in their.values else "optimizer.init_args.lr"
+
+
+TORCH_ADAMW: dict[str, Settings] = {
+    "betas": {"optimizer.beta1": 0.9, "optimizer.beta2": 0.999},
+    "weight_decay": {"optimizer.weight_decay": 0.01, "optimizer.vector_decay": 1.0},
+}
+"""our settings of torch.optim.AdamW's defaults, by the argument that is left out"""
+
+
+def _litgpt_optimizer(key: str) -> Computed:
+    def compute(their: Foreign) -> Settings | str:
+        if key == "optimizer" and "optimizer.class_path" in their.values:
+            return NoEffect("optimizer.class_path names it")
+        settings = _optimizer_named(key)(their)
+        if settings != {"optimizer.name": "adamw"} or "train.learning_rate" in their.values:
+            return settings
+        for argument, default in TORCH_ADAMW.items():
+            if f"optimizer.init_args.{argument}" not in their.values:
+                settings = settings | default
+        return settings
+
+    return compute
 
 
 def _litgpt_steps(their: Foreign) -> Settings | str:
@@ -624,7 +672,7 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "position_embedding_type": _megatron_family,
         "normalization": _megatron_family,
         "swiglu": _megatron_family,
-        "disable_bias_linear": _megatron_family,
+        "disable_bias_linear": _megatron_biases,
         "untie_embeddings_and_output_weights": lambda their: {
             "model.tied_embeddings": not their.get("untie_embeddings_and_output_weights")
         },
@@ -642,6 +690,7 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         },
         "lr_decay_style": _megatron_schedule,
         "min_lr": _megatron_schedule,
+        "lr_wsd_decay_style": _megatron_decay,
         "bf16": _is_bfloat16("bf16"),
         "pipeline_model_parallel_size": _megatron_stages,
         "num_layers_per_virtual_pipeline_stage": _megatron_stages,
@@ -681,8 +730,8 @@ COMPUTED: dict[str, dict[str, Computed]] = {
     "litgpt": {
         "precision": _is_bfloat16("precision"),
         "tokenizer_dir": _tokenizer_in("tokenizer_dir"),
-        "optimizer": _optimizer_named("optimizer"),
-        "optimizer.class_path": _optimizer_named("optimizer.class_path"),
+        "optimizer": _litgpt_optimizer("optimizer"),
+        "optimizer.class_path": _litgpt_optimizer("optimizer.class_path"),
         "optimizer.init_args.betas": lambda their: dict(
             zip(("optimizer.beta1", "optimizer.beta2"), their.get("optimizer.init_args.betas"), strict=True)
         ),
@@ -755,6 +804,8 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[Remark]]:
                     raise ValueError
             except (KeyError, TypeError, ValueError, ArithmeticError, OSError):
                 result = _by_hand(equal.key, SET, f"its value is not understood: set {equal.key}")
+        if key in absent and isinstance(result, NoEffect):
+            continue
         origin = f"{key} = {_short(value)}" + (", the default there" if key in absent else "")
         changes = bool(value) and not isinstance(result, NoEffect)
         changes = changes and (equal.changes or equal.key.split(".")[0] in TRAINED)

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -316,8 +316,13 @@ def _inspect_initial_checkpoint(config: Config, inspection: Inspection) -> None:
     initial = config.checkpoint.initial
     if not initial:
         return
-    is_resumed = config.checkpoint.resume != "none" and step_folders(Path(config.run.folder) / "checkpoints")
-    if is_resumed and config.run.folder:
+    may_resume = config.checkpoint.resume != "none"
+    if may_resume and config.run.folder and step_folders(Path(config.run.folder) / "checkpoints"):
+        return
+    if may_resume and config.checkpoint.remote and not os.path.exists(initial):  # a copy there is newer
+        inspection.unchecked.append(
+            f"checkpoint.initial: there is no {initial}; {config.checkpoint.remote} is not read"
+        )
         return
     from torchllm.checkpoint.index import INDEX, parse_index  # imports numpy
     from torchllm.checkpoint.verify import check_sizes
@@ -334,7 +339,8 @@ def _inspect_initial_checkpoint(config: Config, inspection: Inspection) -> None:
             if weights and all(map(is_low_rank_factor, weights)):
                 damages = [f"{folder} {UPDATES_ALONE}"]
             else:
-                damages = _differing_shapes(parameter_shapes(config.model), stored)
+                model = replace(config.model, experts=0) if config.model.upcycle else config.model
+                damages = _differing_shapes(parameter_shapes(model), stored)
     except (CheckpointError, OSError) as error:
         damages = [str(error)]
     for damage in damages:

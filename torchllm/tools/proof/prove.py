@@ -7,6 +7,7 @@ import re
 import tempfile
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,11 +180,13 @@ class Prover:
         of_experts = OPTIONS_OF_EXPERTS if config.model.experts and not self.is_bfloat16 else {}
         options_of_layouts = {**OPTIONS, **of_experts, MICRO_BATCH: sizes}
         drawn_options = {key: values for key, values in options_of_layouts.items() if key not in kept}
-        combined = {**degrees(options.ranks), **PARALLEL, **RECOMPUTE}
+        recompute = {key: values for key, values in RECOMPUTE.items() if key not in kept}
+        combined = {**degrees(options.ranks), **PARALLEL, **recompute}
         self.space = LayoutSpace(self.base, combined, drawn_options, options.ranks)
         self.layouts = self.space.valid_layouts()
         if not self.layouts:
-            reasons = problems(one_process(self.base), 1)
+            alone = replace(self.base, parallel=one_process(self.base).parallel)
+            reasons = problems(one_process(self.base), 1) or problems(alone, 1)
             raise UserError("\n".join(f"{reason.key}: {reason.message} (small copy)" for reason in reasons))
         self.proven: list[Settings] = []
         self.refused: list[Settings] = []
@@ -307,7 +310,8 @@ class Prover:
         layout = self.layout_with(Technique(settings, lambda config: True, ""))
         if settings and (layout is None or layout in self.refused):
             return self.layout_like({})
-        assert layout is not None
+        if layout is None:
+            raise UserError(f"no layout of one process is valid with {', '.join(sorted(self.kept))} as given")
         return layout
 
     def agreement(self, config: Config, saving: Config | None = None) -> Agreement:

@@ -56,6 +56,8 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
         "run.dry_run": False,
         "run.json": False,
         "run.on_event": "",
+        "compile.graphs": False,
+        "recompute.offload": False,
         "checkpoint.interval": 0,
         "checkpoint.resume": "none",
         "checkpoint.initial": "",
@@ -83,6 +85,8 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     has_head_width = model.head_width * model.heads != model.hidden
     ffn = max(2, round(hidden * model.ffn / model.hidden / ffn_multiple)) * ffn_multiple
     layers = min(model.layers, max(LAYERS, len(model.pattern)))
+    if model.frozen:  # it may name blocks by their numbers
+        layers = model.layers
     vocab = BYTES + model.vocab % 8
     settings: Settings = {
         "model.layers": layers,
@@ -212,7 +216,8 @@ def documents_as_data(config: Config, folder: Path) -> Settings:
         "data.validation": (),
         "data.stage": (),
         "data.tokenizer": "bytes",
-        "data.validation_fraction": config.data.validation_fraction or 0.1,
+        "data.validation_fraction": max(config.data.validation_fraction, 0.1),
+        "data.fim_rate": 0.0,
         "data.on_bad_record": "error",
         "data.workers": 0,
         "data.cache": str(folder / "cache"),
