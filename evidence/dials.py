@@ -25,15 +25,19 @@ MODELS = {
     "1.2 M, ffn 448": ["--model.ffn=448"],  # its rows are multiples of 32, as int8 needs
     "5.1 M": [
         *("--model.layers=7", "--model.hidden=256", "--model.ffn=672", "--optimizer.learning_rate=1e-3"),
-        *("--training.micro_batch_size=4", "--training.global_batch_size=4"),
+        "--training.global_batch_size=4",
     ],
 }
 TYPES = {
     "1.2 M": ("float32, float32", "float32, bfloat16", "bfloat16, bfloat16"),
     "1.2 M, ffn 448": ("float32, float32", "float32, int8"),
-    "5.1 M": ("float32, float32", "float32, bfloat16", "bfloat16, bfloat16", "float32, int8", "bfloat16, int8"),
+    "5.1 M": (
+        *("float32, float32, 4", "float32, float32, 2"),
+        *("float32, bfloat16, 4", "bfloat16, bfloat16, 4", "float32, int8, 4", "bfloat16, int8, 4"),
+    ),
 }
-"""training.weights_dtype and optimizer.state_dtype of the trainings of a model"""
+"""training.weights_dtype, optimizer.state_dtype and training.micro_batch_size of the trainings of a model. Two sizes of
+micro batches train the same but for the order of sums: their losses differ as those of any two runs would"""
 RUN = [
     *("train_configs/debug.toml", "--parallel.dp_shard=1", "--training.steps=1000", "--schedule.warmup_steps=50"),
     *("--evaluate.interval=1000", "--checkpoint.interval=100000", "--generate.after_training=false"),
@@ -49,8 +53,8 @@ class Trial(NamedTuple):
 
     def arguments(self) -> list[str]:
         """Return the arguments of recipes/pretrain.py."""
-        weights, moments = self.types.split(", ")
-        types = [f"--training.weights_dtype={weights}", f"--optimizer.state_dtype={moments}"]
+        keys = ("training.weights_dtype", "optimizer.state_dtype", "training.micro_batch_size")
+        types = [f"--{key}={value}" for key, value in zip(keys, self.types.split(", "), strict=False)]
         return [*RUN, *MODELS[self.model], *types, f"--run.seed={self.seed}"]
 
 
@@ -64,7 +68,7 @@ def train(table: Path, processes: int) -> None:
             lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         losses = [values["validation_loss"] for values in map(json.loads, lines) if "validation_loss" in values]
         with lock, table.open("a", newline="") as rows:
-            csv.writer(rows).writerow([*trial, f"{losses[-1]:.4f}"])
+            csv.writer(rows, lineterminator="\n").writerow([*trial, f"{losses[-1]:.4f}"])
 
     trials = [Trial(model, types, seed) for model in MODELS for seed, types in product(SEEDS, TYPES[model])]
     with ThreadPoolExecutor(processes) as pool:
@@ -91,12 +95,14 @@ def draw(table: Path, picture: Path) -> None:
         names = [types.replace(", ", "\n") for types in TYPES[model]]
         for place, types in enumerate(TYPES[model]):
             of_seeds = losses[model][types]
-            axis.plot([place] * len(of_seeds), of_seeds, "o", color="#4c78a8", fillstyle="none")
-            axis.plot(place, mean(of_seeds), "_", color="#f58518", markersize=24)
+            for seed, loss, marker in zip(SEEDS, of_seeds, "os^", strict=False):
+                axis.plot(place, loss, marker, color="#4c78a8", fillstyle="none", label=f"seed {seed}")
+            axis.plot(place, mean(of_seeds), "_", color="#f58518", markersize=24, label="mean")
             print(f"| {model} | {types} | {' | '.join(f'{loss:.4f}' for loss in of_seeds)} | {mean(of_seeds):.4f} |")
         axis.set_xticks(range(len(names)), names, fontsize=8)
-        axis.set(title=f"{model} parameters", xlim=(-0.5, len(names) - 0.5))
+        axis.set(title=model, xlim=(-0.5, len(names) - 0.5))
     axes[0].set(ylabel="validation loss, nats per byte")
+    axes[0].legend(*(labels[: len(SEEDS) + 1] for labels in axes[0].get_legend_handles_labels()), fontsize=8)
     figure.savefig(picture, metadata={"Date": None})
 
 

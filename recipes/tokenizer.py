@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -109,11 +109,17 @@ def source_texts(source: Source, config: TokenizerConfig, share: float, held_out
     skipped: Counter[str] = Counter()
     name, trained = source.path or source.kind, 0
     left, left_out = config.tokenizer.text_mib * 2**20 * share, HELD_OUT_MIB * 2**20 * share
+    held_out_before = len(held_out)
     for record in opened.records(ShardRange(0, 0, opened.total)):
         if record.fault:
             tally.bad(record)
             skipped[record.fault] += 1
             continue
+        if record.ids is not None:
+            raise DataError(
+                f"{record.origin.describe()}: holds token ids, and a tokenizer is trained on text: set text_key of "
+                "this source to a column of text, or take the source out of data.sources"
+            )
         tally.good(record)
         is_held_out = record.is_held_out(data.validation_fraction)
         for text in record.blocks():
@@ -127,6 +133,10 @@ def source_texts(source: Source, config: TokenizerConfig, share: float, held_out
                 held_out.append(text)
         if left <= 0:
             break
+    if not trained and len(held_out) > held_out_before:  # all would be, as may happen to one file
+        del held_out[held_out_before:]
+        yield from source_texts(source, replace(config, data=replace(data, validation_fraction=0.0)), share, held_out)
+        return
     tally.finish()
     bad_share = BadShare(1.0 if is_stdlib else data.max_bad_share)
     bad_share.add(tally.tallies())

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from torchllm.config import Config
 from torchllm.data.batch import Batch
-from torchllm.facts.flops import flops_per_token, parameter_count, recomputed_flops_per_token, recomputes_logits
+from torchllm.facts.flops import flops_per_token, parameter_count, recomputed_flops
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.head import IGNORED
 from torchllm.parallel.compile import apply_compile
@@ -216,8 +216,7 @@ def speed(config: Config, seconds: float, peak: float | None) -> TableRow:
     length = training.sequence_length
     tokens_per_second = training.global_batch_size * length / seconds
     model_flops = flops_per_token(config.model, length, trained=config.trained)
-    has_logits_again = recomputes_logits(training, config.parallel)
-    recomputed = recomputed_flops_per_token(config.model, config.recompute, length, has_logits_again)
+    recomputed = recomputed_flops(config, length)
     return {
         "step_ms": seconds * 1e3,
         "tokens_per_second": tokens_per_second,

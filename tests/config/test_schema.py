@@ -30,6 +30,10 @@ LATENT = {
 ULYSSES = {"parallel.cp_method": "ulysses"}
 ROWWISE = {"float8.recipe": "rowwise"}
 KINDS = {"model.pattern": ("local", "full"), "model.kinds": Kinds(local={}, full={"window": 0})}
+BOTH = {
+    **{"model.pattern": ("a", "b"), "model.norm_position": "both"},
+    "model.kinds": Kinds(a={}, b={"norm_position": "before"}),
+}
 DELTA = {"model.mixer": "gated_delta"}
 MIXED = {"model.pattern": ("r", "full"), "model.kinds": Kinds(r={"mixer": "gated_delta"}, full={})}
 FIVE = {"training.global_batch_size": 5, "training.micro_batch_size": 1}
@@ -65,6 +69,13 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2048, "model.window": 2047}, None, []),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 257}, None, []),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 258}, None, ["parallel.cp_method"]),
+    ({**BOTH, "model.block_scale": True}, None, ["model.kinds.b.norm_position"]),
+    ({**BOTH, "model.dense_beside": True, "model.experts": 4}, None, ["model.kinds.b.norm_position"]),
+    (
+        {**BOTH, "model.dense_beside": True, "model.experts": 4, "model.kinds.b.experts": 0},
+        None,
+        [],
+    ),
     ({"compile.norm": True, "model.family": "gpt"}, None, ["compile.norm"]),
     ({"compile.norm": True}, None, []),
     ({"schedule.warmup_steps": 1001}, None, ["schedule.warmup_steps"]),
@@ -346,3 +357,12 @@ def test_blocks_with_experts_in_any_pattern() -> None:
 
 
 NO_EXPERTS = {"experts": 0, "shared_experts": 0, "router_bias": False}
+
+
+def test_widths_of_latent_heads_are_those_of_latent_attention_alone() -> None:
+    """A kind with another mixer has the head width and the rotary fraction that its own keys say."""
+    kinds = Kinds(latent={"mixer": "latent_attention"}, plain={}, nope={"rotary_fraction": 0.0, "head_dim": 16})
+    model = Model(hidden=32, heads=4, pattern=tuple(kinds), kinds=kinds, nope_head_dim=8, rope_head_dim=4)
+    views = [model.of_kind(name) for name in kinds]
+    assert [(view.head_width, view.turned_width) for view in views] == [(12, 4), (8, 8), (16, 0)]
+    assert [view.has_rotary_positions for view in views] == [True, True, False]

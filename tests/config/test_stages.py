@@ -1,6 +1,7 @@
 """Which steps a stage of the training has, and what no layout can share, named before a step."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,18 @@ def test_an_end_that_no_stage_can_have_is_named(stages: list[MixtureStage], key:
     assert message in found[f"data.stage.{key}"]
     assert not wrong({})
     assert not wrong({"data.stage": (MixtureStage(until_tokens=4865),)})
+
+
+def test_a_resumed_run_may_be_past_a_stage_that_ends_at_a_step(tmp_path: Path) -> None:
+    """The steps of a past stage that ended by tokens had another batch; the loader knows them from the checkpoint."""
+    stages = (MixtureStage(until_tokens=1024), MixtureStage(until=5, global_batch_size=4), MixtureStage())
+    smaller: dict[str, Any] = {"data.stage": stages, "training.global_batch_size": 2, "run.folder": str(tmp_path)}
+    refused = {"data.stage.1.until": "= 5 is not after step 16, where the stage begins"}
+    assert wrong(smaller) == refused
+    (tmp_path / "checkpoints" / "step-00000008").mkdir(parents=True)
+    assert wrong(smaller) == {}
+    assert wrong({**smaller, "checkpoint.resume": "none"}) == refused
+    assert wrong({**smaller, "data.stage": (MixtureStage(until=6), *stages[1:])}) != {}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torchllm.config import Data, Model, Source, Training
 from torchllm.data import best_fit as best_fit_module
 from torchllm.data.batch import Batch
-from torchllm.data.best_fit import BestFitCorpus, best_fit, pack_group
+from torchllm.data.best_fit import BestFitCorpus, Ints, PackedGroup, best_fit, pack_group
 from torchllm.data.corpus import close_shards
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
@@ -76,6 +77,31 @@ def test_a_group_has_each_token_once_and_cuts_only_what_does_not_fit(sizes: list
     assert [cuts[index] for index in range(len(sizes))] == [-(-size // length) for size in sizes]
     fewest_possible = -(-sum(sizes) // length)
     assert len(packed.first) - 1 <= 1.5 * fewest_possible + 1  # of best fit decreasing: 11 / 9
+
+
+def packed_piece_by_piece(borders: Ints, length: int) -> PackedGroup:
+    """The sequences of a group, of which every piece goes through best fit."""
+    pieces = [
+        (start, min(start + length, end), end)
+        for begin, end in pairwise(borders.tolist())
+        for start in range(begin, end, length)
+    ]
+    sequences = best_fit([end - start for start, end, _ in pieces], length)
+    columns = np.array([pieces[index] for sequence in sequences for index in sequence], dtype=np.int64).reshape(-1, 3)
+    return PackedGroup(*columns.T, np.cumsum([0, *map(len, sequences)]))
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(1, 99) | st.sampled_from([8, 16, 24, 400]), max_size=30), st.sampled_from([1, 7, 8, 100]))
+def test_pieces_of_a_whole_sequence_are_not_fitted_and_stay_where_they_were(sizes: list[int], length: int) -> None:
+    borders = np.cumsum([5, *sizes])
+    expected = packed_piece_by_piece(borders, length)
+    with mock.patch.object(best_fit_module, "best_fit", side_effect=best_fit) as fit:
+        packed = pack_group(borders, length)
+    assert [column.tolist() for column in packed] == [column.tolist() for column in expected]
+    assert {column.dtype for column in packed} == {np.dtype(np.int64)}
+    (lengths, _), _ = fit.call_args
+    assert sorted(lengths) == sorted(size % length for size in sizes if size % length)  # one at most for a document
 
 
 @pytest.fixture

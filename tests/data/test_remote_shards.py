@@ -1,6 +1,7 @@
 """A corpus in object storage is read as one in a folder; the storage is a folder, or fails as a test says."""
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tests.tools.prepare.test_build import BYTES, plan_for, write_documents
 from torchllm.config import Data, Source
-from torchllm.data import checked_file, remote_shards
+from torchllm.data import best_fit, checked_file, remote_shards
 from torchllm.data.best_fit import BestFitCorpus
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, close_shards
@@ -104,6 +105,28 @@ def test_best_fit_reads_it(folder: Path, tmp_path: Path) -> None:
         assert np.array_equal(ids, here.window("train", number, LENGTH).ids)
 
 
+def test_best_fit_reads_ahead(
+    folder: Path, tmp_path: Path, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What groups are packed from at once, then the ids, so that a sequence makes no request."""
+    monkeypatch.setattr(best_fit, "PACKED_TOGETHER", 16)
+    remote = remote_shards.copy_description(str(folder), tmp_path / "cache")
+    count = BestFitCorpus(remote, None, LENGTH, tmp_path / "counts").count("train", LENGTH)
+    close_shards()
+    shutil.rmtree(remote / "00000.train.bin")
+    corpus = BestFitCorpus(remote, None, LENGTH, tmp_path / "counts")
+    numbers = [0, count // 2, count - 1]
+    requests.names.clear()
+    with mock.patch.object(remote_shards, "fetch", side_effect=remote_shards.fetch) as fetch:
+        corpus.read_ahead("train", numbers, LENGTH)
+    assert fetch.call_count == 2
+    assert 2 < len(requests.names) == len(list((remote / "00000.train.bin").iterdir()))  # none twice
+    requests.names.clear()
+    for number in numbers:
+        corpus.window("train", number, LENGTH)
+    assert requests.names == []
+
+
 def test_a_block_is_read_once(folder: Path, tmp_path: Path, requests: Requests) -> None:
     remote = opened(folder, tmp_path / "cache")
     assert sorted(requests.names) == ["corpus.json", "shards.bin", "sums.bin"]
@@ -173,15 +196,53 @@ def test_the_oldest_blocks_leave(folder: Path, tmp_path: Path) -> None:
     for number in range(40):
         (remote.folder / f"00000.train.bin/{900 + number:06d}").touch()
     blocks = sorted(remote.folder.glob("*.bin/*"))
-    usage = shutil.disk_usage(tmp_path)
-    enough = min(usage.total // 10, 50 * 2**30) + 1
-    for free, deleted in ((0, -(-len(blocks) // 10)), (enough - 2 * 4096, 2), (enough, 0)):
+    usage = shutil.disk_usage(tmp_path)._replace(total=400 * 4096)
+    enough = 40 * 4096
+    for free, deleted in ((0, -(-len(blocks) // 10)), (enough - 4096, 1 + 2), (enough, 0)):
         before_it = sorted(remote.folder.glob("*.bin/*"))
         usage_then = usage._replace(free=free)
         with mock.patch("torchllm.data.remote_shards.shutil.disk_usage", return_value=usage_then):
             remote_shards.make_room(remote.folder)
         assert len(before_it) - len(list(remote.folder.glob("*.bin/*"))) == deleted
     assert windows(remote) == before
+
+
+def write_blocks(file: Path, count: int, time: int) -> list[Path]:
+    """Write blocks of a shard, each a second after the one before."""
+    file.mkdir(parents=True, exist_ok=True)
+    blocks = [file / f"{number:06d}" for number in range(count)]
+    for second, block in enumerate(blocks, time):
+        block.touch()
+        os.utime(block, (second, second))
+    return blocks
+
+
+def test_blocks_of_earlier_corpora_leave_and_those_of_other_users_stay(tmp_path: Path) -> None:
+    theirs = write_blocks(tmp_path / "theirs/00000.train.bin", 10, 0)
+    earlier = write_blocks(tmp_path / "earlier/00000.train.bin", 10, 100)
+    now = write_blocks(tmp_path / "now/00000.train.bin", 10, 200)
+    with (
+        mock.patch("torchllm.data.remote_shards.shutil.disk_usage", return_value=mock.Mock(total=2**40, free=0)),
+        mock.patch("torchllm.data.remote_shards.os.access", lambda path, mode: path.parent.name != "theirs"),
+    ):
+        remote_shards.make_room(tmp_path / "now")
+    assert [block.exists() for block in theirs + earlier + now] == [True] * 10 + [False] * 2 + [True] * 18
+
+
+def test_blocks_are_listed_once_for_many_that_are_written(tmp_path: Path) -> None:
+    """On a disk of 1,000 blocks, of which 100 stay free: room is made for 5 more."""
+    write_blocks(tmp_path / "a/00000.train.bin", 900, 0)
+    left, lists = 900, 0
+    for number in range(25):
+        (tmp_path / f"a/00000.train.bin/{900 + number:06d}").touch()
+        left += 1
+        usage = mock.Mock(total=1000 * 4096, free=(1000 - left) * 4096)
+        with mock.patch("torchllm.data.remote_shards.shutil.disk_usage", return_value=usage):
+            remote_shards.make_room(tmp_path / "a")
+        before, left = left, len(os.listdir(tmp_path / "a/00000.train.bin"))
+        lists += left < before
+    assert lists == 5
+    assert left <= 900
 
 
 def test_a_block_that_another_process_deletes_first_is_no_fault(folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchllm.config import Kinds, Model, Recompute
+from torchllm.config import Config, Kinds, Model, Parallel, Recompute
 from torchllm.config.schema import TrainedParameters
 from torchllm.facts.device_peaks import DEVICE_PEAKS, device_peak_flops
 from torchllm.facts.flops import (
@@ -13,8 +13,10 @@ from torchllm.facts.flops import (
     active_parameter_count,
     block_flops,
     flops_per_token,
+    half_of_products,
     head_size,
     parameter_count,
+    recomputed_flops,
     recomputed_flops_per_token,
     trained_parameter_count,
 )
@@ -54,6 +56,7 @@ SMALL["keys as values"] = replace(
 )
 SMALL["gate per element"] = replace(SMALL["gpt"], attention_gate="element")
 SMALL["experts, norms after"] = replace(SMALL["shared experts"], norm_position="after", dense_layers=0)
+SMALL["multi-token prediction"] = replace(SMALL["llama"], mtp_depth=2)
 RECOMPUTES = [
     Recompute(),
     Recompute("full"),
@@ -69,8 +72,8 @@ RECOMPUTES = [
 
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     """Return the FLOPs of one token's forward pass as it runs, attention unmasked but for a window."""
-    blocks = sum(block_flops(model, layer, sequence_length) for layer in range(model.layers))
-    return blocks + 2 * head_size(model)
+    blocks = sum(block_flops(model, layer, sequence_length) for layer in range(model.blocks))
+    return blocks + 2 * model.predictions * head_size(model)
 
 
 def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int) -> int:
@@ -172,16 +175,34 @@ def check_executed_flops(model: Model, recompute: Recompute, chunk: int) -> None
     apply_recompute(decoder, recompute, model.layers)
     tokens = torch.randint(model.vocab, (batch, length))
     positions = torch.arange(length).expand(batch, length)
+    ahead = torch.randint(model.vocab, (batch, 2, model.mtp_depth, length)) if model.mtp_depth else None
     with FlopCounterMode(display=False) as forward:
-        loss = decoder(tokens, positions, None, tokens)
+        loss = decoder(tokens, positions, None, tokens, 0, ahead)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     in_forward = forward_flops_per_token(model, length)
     if chunk:  # with the gradients of the logits
-        in_forward += 2 * 2 * model.hidden * model.vocab
+        in_forward += 2 * 2 * model.predictions * head_size(model)
     assert forward.get_total_flops() == batch * length * in_forward, (model, recompute, chunk)
     total = forward.get_total_flops() + backward.get_total_flops()
     assert total == batch * length * executed_flops_per_token(model, recompute, length), (model, recompute, chunk)
+
+
+@pytest.mark.quick
+def test_sums_over_tp_are_not_computed_again() -> None:
+    """They count as every second product in a compiled block alone: q, k, v, gate of heads, o, and gate, up, down."""
+    model = SMALL["norms on both sides, gates"]
+    q, kv, ffn = 24 * 48, 24 * 16, 24 * 40
+    assert half_of_products(model) == q + kv + q + ffn
+    assert half_of_products(model, tp=2) == q + kv + ffn
+    assert half_of_products(replace(model, attention_gate="none"), tp=2) == q + kv + ffn
+    assert half_of_products(model, tp=2, is_compiled=True) == q + kv + ffn
+    assert half_of_products(SMALL["gpt"], tp=2) == 24 * 24 * 2  # q, v of q, k, v, up
+    assert half_of_products(SMALL["gpt"], tp=2, is_compiled=True) == 24 * 24 * 2 + ffn  # q, v, up of q, k, v, o, up
+    experts = replace(SMALL["experts"], dense_layers=0)  # q, v, gate, down of q, k, v, router, gate, up, down
+    assert half_of_products(experts, tp=2) == q + kv + 2 * 2 * 24 * 16
+    config = Config(model=model, recompute=Recompute("selective_half"), parallel=Parallel(tp=2))
+    assert recomputed_flops(config, 64) == model.layers * 2 * (q + kv + ffn)
 
 
 @pytest.mark.quick

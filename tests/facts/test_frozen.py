@@ -35,6 +35,9 @@ def test_a_frozen_weight_saves_its_gradient() -> None:
     assert trained_parameter_count(replace(MODEL, frozen="lm_head.*"), ALL_TRAINED) == parameter_count(MODEL) - TABLE
     assert saved(r"layers\.2\..*") == 2 * BLOCK
     assert saved("embed_tokens.*", replace(MODEL, tied_embeddings=True)) == 2 * TABLE
+    deep = replace(MODEL, mtp_depth=2)  # whose depths multiply with the head again
+    assert saved("lm_head.*", deep) == 3 * 2 * TABLE
+    assert saved("embed_tokens.*", replace(deep, tied_embeddings=True)) == 3 * 2 * TABLE
 
 
 def test_before_the_first_trained_parameter_there_is_no_backward_pass() -> None:

@@ -2,6 +2,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,7 +63,7 @@ def make(sink: RecordingSink, interval: int = 3, peak: float | None = 1e9, **cha
     return Meter(
         Metrics(log_interval=interval),
         MODEL,
-        Recompute("full"),
+        partial(recomputed_flops_per_token, MODEL, Recompute("full")),
         TRAINING,
         device=CPU,
         world_size=4,
@@ -295,7 +296,7 @@ def test_a_share_of_the_peak_over_1_is_left_out(clock: Clock) -> None:
 def test_goodput_is_told_what_was_no_step(clock: Clock) -> None:
     lost: Counter[str] = Counter()
     meter = Meter(
-        Metrics(log_interval=2), MODEL, Recompute(), TRAINING,
+        Metrics(log_interval=2), MODEL, lambda length: 0, TRAINING,
         device=CPU, world_size=1, peak_flops=None, sinks=[], spend=lambda cause, seconds: lost.update({cause: seconds}),
     )  # fmt: skip
     start = clock.now

@@ -12,13 +12,14 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.operations import Operations
 from tests.parallel.trace import Collective, traced
-from tests.parity import CPU, Settings
+from tests.parity import CPU, Settings, Trainer, tiny
 from tests.workers import run
 from torchllm.config import Model, Recompute
-from torchllm.facts.flops import recompute_interval
+from torchllm.facts.flops import recompute_interval, recomputed_flops
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Block, Decoder, build_model
 from torchllm.models.experts import Router
@@ -245,3 +246,25 @@ def test_collectives_that_are_sent_again(sequence_parallel: bool) -> None:
     assert sent["full"] == sent["none"] + 2 * (a_block - 1)
     assert sent["segment"] == sent["none"] + 2 * (a_block - 1)  # k = 1 of 2 blocks
     assert sent["ffn"] == sent["none"] + (2 if sequence_parallel else 0)  # the gather before gate and up
+
+
+def products_again(settings: Settings) -> list[float]:
+    """Return the FLOPs per token that selective_half adds to a step as it runs, and as `recomputed_flops` counts them.
+
+    torch counts products of DTensors as those of all ranks.
+    """
+    configs = [tiny({**settings, "recompute.mode": mode}) for mode in ("none", "selective_half")]
+    flops = []
+    for config in configs:
+        trainer = Trainer(config)
+        (batch,) = trainer.batches(1)
+        with FlopCounterMode(display=False) as counter:
+            trainer.forward_backward([batch], torch.ones(()))
+        flops.append(counter.get_total_flops() / batch.tokens.numel())
+    return [flops[1] - flops[0], recomputed_flops(configs[1], configs[1].training.sequence_length)]
+
+
+def test_products_whose_sums_are_kept_are_neither_computed_nor_counted_again() -> None:
+    layout = {**TP, "model.attention_gate": "head", "model.mtp_depth": 1}
+    executed, counted = run(products_again, 2, layout)[0]
+    assert executed == counted > 0

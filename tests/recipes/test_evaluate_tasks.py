@@ -17,11 +17,13 @@ from tests.recipes.saved_run import SIZES, save_run
 from tests.recipes.test_evaluate import on_ranks
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import free_port
-from torchllm.config import Config, Data, Evaluate, Model, Source
+from tests.tools.test_continue_texts import decoder
+from torchllm.config import Config, Data, Evaluate, Generate, Model, Run, Source, Training
 from torchllm.config.errors import UserError
 from torchllm.config.schema import Lora
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.config.load import load_config
+from torchllm.tools.continue_texts import continue_texts
 from torchllm.tools.front.preflight import inspect_evaluation, inspect_training
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.hub.export import export_model
@@ -220,6 +222,33 @@ def test_a_task_whose_answers_leave_no_room_for_its_text_is_refused(caplog: pyte
     continued(5)
     assert asked == [[*b"789"]]
     assert "1 of 1 texts are cut to their last 3 tokens" in caplog.text
+
+
+def test_each_prompt_of_all_batches_has_its_own_seed() -> None:
+    """A task that takes several samples of a text asks for it as often."""
+    config = Config(model=Model(**SIZES), training=Training(micro_batch_size=2), run=Run(seed=7))
+    model, prompts = decoder(config.model), [[256, 1, 2], [256], [256, 1, 2], [256], [256, 1, 2]]
+    settings = Generate(tokens=8, temperature=1.5)
+    answers = TextRanks([model], config, torch.device("cpu")).answer(prompts, settings, 258, set())
+    assert answers == continue_texts(
+        model, prompts, settings, vocab=258, ends=set(), longest=config.longest_text, seeds=range(7, 12)
+    )
+    assert len({tuple(answer) for answer in answers}) == 5
+
+
+def test_a_task_is_told_that_top_p_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("lm_eval")
+    from torchllm.tools.watch.harness_model import HarnessModel
+
+    ranks: Any = SimpleNamespace(longest=99, config=Config(), ask=lambda work, prompts, *rest: [[] for _ in prompts])
+    model = HarnessModel(ranks, load_tokenizer("bytes"))
+    for temperature in (0.0, 0.2):
+        assert not caplog.records
+        wanted = {"until": ["x"], "max_gen_toks": 5, "temperature": temperature, "top_p": 0.95}
+        model.generate_until([SimpleNamespace(args=("0123456789", wanted))] * 3)
+    assert [record.message for record in caplog.records] == [
+        "top_p 0.95 of a task is left out: its answers are sampled by temperature and top_k"
+    ]
 
 
 LAYOUTS = {

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,12 @@ import transformers
 
 import torchllm
 from recipes import export
+from tests.recipes.saved_run import SIZES
 from tests.recipes.warm import alone
+from tests.tools.test_continue_texts import decoder
+from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
+from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.generate.language_model import LanguageModel
 from torchllm.tools.launch import compile_cache
@@ -81,6 +86,15 @@ def test_an_export_has_the_losses_of_transformers_and_the_texts_of_the_run(
     assert published.generate(PROMPTS, tokens=20, temperature=0.0) == model.generate(
         PROMPTS, tokens=20, temperature=0.0
     )
+
+
+def test_multi_token_prediction_changes_no_loss() -> None:
+    """The losses are of the next tokens alone."""
+    config, tokenizer = Config(model=Model(**SIZES)), load_tokenizer("bytes")
+    deep = replace(config, model=replace(config.model, mtp_depth=2))
+    plain, predicting = (LanguageModel(c, decoder(c.model), tokenizer, None) for c in (config, deep))
+    assert predicting.loss(TEXTS) == plain.loss(TEXTS)
+    assert predicting.bits_per_byte(TEXTS) == plain.bits_per_byte(TEXTS)
 
 
 def test_a_step_folder_is_loaded(trained: Path, model: LanguageModel) -> None:

@@ -9,6 +9,7 @@ from recipes import minimal
 from tests.recipes.warm import alone, pretrain
 from tests.test_architecture import imports
 from tests.tiny_run import ROOT, STEPS, metrics
+from torchllm.config import Config, Data, Model, Run, Source, Training
 from torchllm.recipe import HOMES
 
 
@@ -31,6 +32,18 @@ def test_it_balances_experts_as_pretrain_does_on_two_ranks_that_share_them(tmp_p
     assert pretrain(2, tmp_path, *experts, "--parallel.ep=2", "--run.seed=1") == ["", ""]
     expected = [record["loss"] for record in metrics(tmp_path)]
     assert minimal.main(alone(tmp_path)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_in_bfloat16_are_refused_where_they_would_change_the_computation() -> None:
+    """On a CPU the computation is in float32 by default."""
+    config = Config(
+        model=Model(layers=1, hidden=32, heads=2, kv_heads=1, ffn=64, vocab=64),
+        data=Data(sources=(Source(kind="synthetic"),)),
+        training=Training(steps=1, sequence_length=16, global_batch_size=1, weights_dtype="bfloat16"),
+        run=Run(device="cpu"),
+    )
+    with pytest.raises(SystemExit, match=r"this recipe computes in it, too: set training\.dtype to it"):
+        minimal.main(config)
 
 
 WITHOUT_TOOLS = """

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import transformers
 
@@ -99,9 +101,25 @@ def test_each_source_gives_its_share_of_all_stages(tmp_path: Path) -> None:
         assert 0 <= more <= (BLOCK if share else 0)  # a block is not cut
 
 
+def test_a_source_that_is_held_out_whole_is_trained_on(tmp_path: Path) -> None:
+    """Of a file that is one document a hash holds out all or nothing."""
+    text = "the tokenizer splits documents into pieces\n" * 2**14  # over a MiB, of which the report takes less
+    (tmp_path / "a.txt").write_text(text)
+    config = _config(tmp_path, kind="text", path=str(tmp_path / "a.txt"))
+    config = replace(config, data=replace(config.data, validation_fraction=0.9))  # this text among them
+    (source,), held_out = config.data.sources, ["of another source"]
+    assert "".join(recipe.source_texts(source, config, 1 / 16, held_out)) == text
+    assert held_out == ["of another source"]
+
+
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.sources\.0: a tokenizer is trained on text"):
         recipe.main(_config(tmp_path, kind="synthetic", path=""))
+    (tmp_path / "ids.jsonl").write_text('{"text": "one"}\n{"text": [1, 2, 3]}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": [[1, 2, 3]]}), tmp_path / "ids.parquet")
+    for kind, record in (("jsonl", r"ids\.jsonl:2"), ("parquet", r"ids\.parquet row 0")):
+        with pytest.raises(DataError, match=rf"{record}: holds token ids, and a tokenizer is trained on text: set "):
+            recipe.main(_config(tmp_path, kind=kind, path=str(tmp_path / f"ids.{kind}")))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"holds a tokenizer\.json already"):

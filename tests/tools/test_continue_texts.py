@@ -106,8 +106,9 @@ def continued(
     seed: int = 0,
     batch_size: int = 16,
 ) -> list[list[int]]:
+    seeds = range(seed, seed + len(prompts))
     return continue_texts(
-        model, prompts, settings, vocab=VOCAB, ends={end}, longest=longest, seed=seed, batch_size=batch_size
+        model, prompts, settings, vocab=VOCAB, ends={end}, longest=longest, seeds=seeds, batch_size=batch_size
     )
 
 

@@ -286,12 +286,19 @@ def pairs_of_layouts(several: list[Settings]) -> list[float]:
 
 
 def test_pairs_are_those_of_the_windows_of_all_blocks() -> None:
-    """On average over blocks; a stage counts those of the others, too."""
+    """On average over blocks with attention; a stage counts those of the others, too."""
     positions = step_batch(tiny({**SMALL, **KINDS}), 1, ragged=False).positions
-    expected = sum((positions + 1).clamp(max=window).sum().item() for window in (2, 4, 8)) / 3
+    two, four, all_tokens = ((positions + 1).clamp(max=window).sum().item() for window in (2, 4, 8))
+    delta = {"mixer": "gated_delta", "window": 0}
     layouts: list[Settings] = [{"parallel.dp_shard": 2}, {"parallel.pp": 2, "training.micro_batch_size": 4}]
+    for kinds in (
+        {"local": {"window": 2}, "usual": delta, "full": {"window": 0}},
+        dict.fromkeys(KINDS["model.pattern"], delta),
+    ):
+        layouts.append({"parallel.dp_shard": 2, "model.kinds": Kinds(kinds)})
+    mean = (two + four + all_tokens) / 3
     for found in run(pairs_of_layouts, 2, layouts):
-        assert found == pytest.approx([expected] * 2, rel=1e-12)
+        assert found == pytest.approx([mean, mean, (two + all_tokens) / 2, 0], rel=1e-12)
 
 
 def rate_of_a_step(rate: Any) -> float:

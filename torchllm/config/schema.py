@@ -511,7 +511,8 @@ class Model:
     @property
     def head_width(self) -> int:
         """Width of one head, resolved."""
-        return self.head_dim or self.nope_head_dim + self.rope_head_dim or self.hidden // self.heads
+        latent = (self.mixer == "latent_attention") * (self.nope_head_dim + self.rope_head_dim)
+        return self.head_dim or latent or self.hidden // self.heads
 
     @property
     def has_rotary_positions(self) -> bool:
@@ -532,7 +533,7 @@ class Model:
     @property
     def turned_width(self) -> int:
         """Features of a head that rotary positions turn."""
-        return self.rope_head_dim or int(self.head_width * self.rotary_fraction)
+        return self.rope_head_dim if self.mixer == "latent_attention" else int(self.head_width * self.rotary_fraction)
 
     @property
     def rotary_width(self) -> int:
@@ -972,8 +973,7 @@ class Float8:
         Unsupported("mxfp8", "MXFP8 needs a GPU with sm_100, such as B200, and cannot be tested without one"),
     ] = "none"
     """rowwise: a scale for each row of a factor; rowwise_with_gw_hp: the same, but gradients of weights in bfloat16;
-    tensorwise: one scale per factor, which depends on the layout; needs bfloat16 and a GPU with sm_89 or later, and is
-    emulated on a CPU"""
+    tensorwise: one scale per factor, which depends on the layout; bfloat16 and sm_89 or later, emulated on a CPU"""
 
     @property
     def is_on(self) -> bool:

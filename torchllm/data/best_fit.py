@@ -13,6 +13,7 @@ held-out tokens that begin within a document.
 
 import os
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from torchllm.config import Data, Source
 from torchllm.config.files import cache_root
+from torchllm.data.checked_file import blocks_of
 from torchllm.data.corpus import Corpus, SequenceSource, Window
 from torchllm.data.error import DataError
 from torchllm.data.readers import describe_source, verified_records
@@ -39,7 +41,7 @@ RULES = 2
 IN_ONE_PROCESS = 500
 """groups that one process counts, within seconds"""
 _KEPT_GROUPS = 256
-"""groups whose sequences a process keeps, of about 100 KB each"""
+"""groups whose sequences a process keeps, of about 100 KB each, and of some MB where documents are long"""
 
 Ints = npt.NDArray[np.int64]
 
@@ -101,9 +103,13 @@ def pack_group(borders: Ints, length: int) -> PackedGroup:
     starts = borders[document] + piece * length
     limits = borders[document + 1]
     ends = np.minimum(starts + length, limits)
-    sequences = best_fit((ends - starts).tolist(), length)
-    order = np.fromiter((index for sequence in sequences for index in sequence), dtype=np.int64, count=len(document))
-    first = np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])]).astype(np.int64)
+    whole = np.flatnonzero(ends - starts == length)  # each fills a sequence, before those of shorter pieces
+    rests = np.flatnonzero(ends - starts < length)
+    sequences = best_fit((ends - starts)[rests].tolist(), length)
+    fitted = np.fromiter((index for sequence in sequences for index in sequence), dtype=np.int64, count=len(rests))
+    order = np.concatenate([whole, rests[fitted]])
+    pieces_each = np.append(np.ones_like(whole), [len(sequence) for sequence in sequences])
+    first = np.append(0, np.cumsum(pieces_each)).astype(np.int64)
     return PackedGroup(starts[order], ends[order], limits[order], first)
 
 
@@ -148,7 +154,24 @@ class BestFitCorpus(Corpus):
         return int(self._first_sequences[split][-1])
 
     def read_ahead(self, split: Split, numbers: Sequence[int], length: int) -> None:
-        """Do nothing: where a sequence is follows from its group, which is read when it is packed."""
+        """See Corpus. A group has to be packed before it is known where its sequences are."""
+        if not self.url:
+            return
+        from torchllm.data.remote_shards import fetch  # most runs need none
+
+        borders = defaultdict[int, set[int]](set)  # blocks of each shard
+        for group in np.unique(np.searchsorted(self._first_sequences[split], numbers, side="right") - 1).tolist():
+            shard, first = self._place(split, group)
+            size = self._size(split, shard)
+            begins = range(size.begins_offset + 8 * first, size.index_offset)[: 8 * (PACKED_TOGETHER + 1)]
+            borders[shard].update(blocks_of(begins), blocks_of(range(size.index_offset, size.targets_offset)))
+        fetch([(self._open_file(split, shard), blocks) for shard, blocks in borders.items()])
+        in_stream = set[int]()  # sequences of the stream, as it is not packed; a piece has tokens of two at most
+        for number in numbers:
+            shard, packed, pieces = self._sequence(split, number)
+            for places in (packed.starts, packed.ends):
+                in_stream.update(((places[pieces] + self._starts[split][shard]) // length).tolist())
+        super().read_ahead(split, sorted(in_stream), length)
 
     def with_length(self, length: int) -> "BestFitCorpus":
         """Return the corpus with its documents packed into sequences of another length."""
@@ -194,11 +217,22 @@ class BestFitCorpus(Corpus):
         """Return the number of sequences of a group."""
         return len(self._group(*group).first) - 1
 
-    def _pack(self, split: Split, group: int) -> PackedGroup:
-        """Pack a group. Reads the first tokens of its documents."""
+    def _place(self, split: Split, group: int) -> tuple[int, int]:
+        """Return the shard of a group, and the first document there."""
         shards = self._first_groups[split]
         number = int(np.searchsorted(shards, group, side="right")) - 1
-        first = (group - int(shards[number])) * PACKED_TOGETHER
+        return number, (group - int(shards[number])) * PACKED_TOGETHER
+
+    def _sequence(self, split: Split, number: int) -> tuple[int, PackedGroup, slice]:
+        """Return the shard and the group of a sequence, and its pieces among those of the group."""
+        group = int(np.searchsorted(self._first_sequences[split], number, side="right")) - 1
+        packed = self._group(split, group)
+        number -= int(self._first_sequences[split][group])
+        return self._place(split, group)[0], packed, slice(*packed.first[number : number + 2])
+
+    def _pack(self, split: Split, group: int) -> PackedGroup:
+        """Pack a group. Reads the first tokens of its documents."""
+        number, first = self._place(split, group)
         documents = int(self.documents[split][number])
         borders = self.shard(split, number).read_documents(first, min(first + PACKED_TOGETHER + 1, documents))
         if first + PACKED_TOGETHER >= documents:
@@ -211,15 +245,12 @@ class BestFitCorpus(Corpus):
         """See SequenceSource. Behind the documents of a sequence are tokens with id 0, which are not trained."""
         piece = piece or range(length)
         first, end = piece.start, piece.stop + 1
-        group = int(np.searchsorted(self._first_sequences[split], number, side="right")) - 1
-        packed = self._group(split, group)
-        number -= int(self._first_sequences[split][group])
-        of_sequence = slice(*packed.first[number : number + 2])
-        starts, ends = packed.starts[of_sequence], packed.ends[of_sequence]
+        shard_number, packed, pieces = self._sequence(split, number)
+        starts, ends = packed.starts[pieces], packed.ends[pieces]
         if ends[0] - starts[0] == length:  # its document may go on behind the sequence
-            ends = np.minimum(starts + max(end, length), packed.limits[of_sequence])
+            ends = np.minimum(starts + max(end, length), packed.limits[pieces])
         offsets = np.concatenate([[0], np.cumsum(ends - starts)])
-        shard = self.shard(split, int(np.searchsorted(self._first_groups[split], group, side="right")) - 1)
+        shard = self.shard(split, shard_number)
         ids = [np.empty(0, dtype=np.uint32)]
         for start, low, high in zip(starts, offsets[:-1], offsets[1:], strict=True):
             if low < end and high > first:

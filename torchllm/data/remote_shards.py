@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 FREE_SHARE, FREE_BYTES = 0.1, 50 * 2**30
 """of the disk, the smaller of which stays free of blocks"""
+MADE_AT_ONCE = 0.05
+"""of that space, what is made free in addition, since all blocks are listed each time"""
 BETWEEN_LOOKS = 64
 """blocks that a process writes between two looks at the free space"""
 READ_AT_ONCE = 16
@@ -167,13 +169,15 @@ def fetch(wanted: Iterable[tuple[CheckedFile, Iterable[int]]]) -> None:
 
 
 def make_room(folder: Path) -> None:
-    """Delete the oldest blocks of a corpus if its disk has too little free space, a tenth at most. Raises OSError."""
+    """Delete the oldest blocks of all corpora, a tenth at most, if the disk of one lacks free space. Raises OSError."""
     usage = shutil.disk_usage(folder)
-    lacking = math.ceil((min(FREE_SHARE * usage.total, FREE_BYTES) - usage.free) / BLOCK)
-    if lacking <= 0:
+    wanted = min(FREE_SHARE * usage.total, FREE_BYTES)
+    if usage.free >= wanted:
         return
-    blocks = sorted(folder.glob("*.bin/[0-9]*"), key=_changed)
-    for block in blocks[: min(lacking, -(-len(blocks) // 10))]:
+    leaving = math.ceil((wanted * (1 + MADE_AT_ONCE) - usage.free) / BLOCK)
+    files = [file for file in folder.parent.glob("*/*.bin") if os.access(file, os.W_OK)]  # not another user's
+    blocks = sorted((block for file in files for block in file.glob("[0-9]*")), key=_changed)
+    for block in blocks[: min(leaving, -(-len(blocks) // 10))]:
         block.unlink(missing_ok=True)
 
 

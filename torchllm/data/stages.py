@@ -61,7 +61,8 @@ def continue_stages(
             past = (end for end in ends if end.tokens >= stage.until_tokens and stage.until in (0, end.steps))
             end = next(past, None)
         if end is None and span.before.steps > progress.steps:
-            differences.append(f"{span.key}.until_tokens: the stage before it ends later, at step {span.before.steps}")
+            name = "until_tokens" if stage.until_tokens else "until"
+            differences.append(f"{span.key}.{name}: the stage before it ends later, at step {span.before.steps}")
         elif end is None:
             differences.append(
                 f"{span.key}.until: no stage of the checkpoint, which is at step {progress.steps}, ended at step "

@@ -15,7 +15,8 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchllm.config import SCHEDULES, Model, Parallel, Recompute, TrainedParameters, Training
+from torchllm.config import SCHEDULES, Config, Model, Parallel, Recompute, TrainedParameters, Training
+from torchllm.facts.parts.part import WeightProduct, product_of
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.facts.shapes import block_shapes, parameter_shapes
 
@@ -31,24 +32,26 @@ class Matrices(NamedTuple):
     ffn: int
     """feed-forward layer; with experts the router, the experts that a token uses, and the shared ones"""
     down: int
-    """the block's last product, included in `ffn`, if no gradient needs its result: output projection of the
-    feed-forward layer; 0 with experts, whose weighted sum needs it, and before the norm of multi-token prediction"""
+    """the last product of the feed-forward layer, included in `ffn`; 0 with experts, whose weighted sum needs its
+    result for gradients"""
 
 
 @lru_cache(maxsize=1024)
 def matrices(model: Model, layer: int) -> Matrices:
     """Return the sizes of a block's weight matrices that a token is multiplied with. layer: its index."""
     view = model.of_block(layer)
-    of_mixer, of_ffn = _mixer_products(view), feed_forward(view).products(view)
+    of_ffn = feed_forward(view).products(view)
+    ffn = sum(product.elements for product in of_ffn)
     return Matrices(
-        attention=sum(of_mixer),
-        ffn=sum(product.elements for product in of_ffn),
-        down=0 if _needs_last_product(view) else of_ffn[-1].elements,
+        attention=sum(product.elements for product in weight_products(view)) - ffn,
+        ffn=ffn,
+        down=0 if feed_forward(view).needs_last_product else of_ffn[-1].elements,
     )
 
 
 def _needs_last_product(view: Model) -> bool:
-    return feed_forward(view).needs_last_product or mixer(view).needs_last_product
+    """Return whether a gradient needs the result of a block's last product: for a norm after it, or a weighted sum."""
+    return view.norm_position != "before" or feed_forward(view).needs_last_product or mixer(view).needs_last_product
 
 
 def head_size(model: Model) -> int:
@@ -56,23 +59,17 @@ def head_size(model: Model) -> int:
     return model.vocab_rows * model.hidden
 
 
-def product_sizes(model: Model, layer: int) -> list[int]:
-    """Return the sizes of the weight matrices of a block's products, in the order of their use. layer: its index.
+def weight_products(view: Model) -> list[WeightProduct]:
+    """Return the products of a block with weight matrices, in the order of their use.
 
     A fork's kind of block has its matrices before the mixer's last one.
     """
-    view = model.of_block(layer)
-    return _mixer_products(view) + [product.elements for product in feed_forward(view).products(view)]
-
-
-def _mixer_products(view: Model) -> list[int]:
-    """Return the sizes of the mixer's matrices, and of those that a fork's kind of block adds before its last one."""
-    sizes = [product.elements for product in mixer(view).products(view)]
+    of_mixer = mixer(view).products(view)
     if view.block:
         from torchllm.facts.block_kinds import block_kind  # of no use to other models
 
-        sizes[-1:-1] = [math.prod(shape) for shape in block_kind(view).matrices(view)]
-    return sizes
+        of_mixer[-1:-1] = [product_of("", shape) for shape in block_kind(view).matrices(view)]
+    return of_mixer + feed_forward(view).products(view)
 
 
 def added_flops(model: Model, sequence_length: int) -> int:
@@ -84,16 +81,17 @@ def added_flops(model: Model, sequence_length: int) -> int:
     return block_kind(model).flops(model, sequence_length)
 
 
-def half_of_products(model: Model, layer: int) -> int:
+def half_of_products(view: Model, tp: int = 1, is_compiled: bool = False) -> int:
     """Return the elements of a block's matrices whose products recompute.mode selective_half computes again.
 
-    These are the first, third, fifth, ... The last product's result is needed again only by a norm after it, or by the
-    weighted sum of experts.
+    These are the first, third, fifth, ... tp: ranks that share the block. A product whose result they sum, as o and
+    down, is not computed again; it counts as one of the products only if the block is compiled
+    (`parallel/unkept_sums.py`). Of routed experts a later result is summed.
     """
-    sizes = product_sizes(model, layer)
-    view = model.of_block(layer)
-    is_last_needed = view.norm_position != "before" or _needs_last_product(view)
-    return sum(sizes[::2] if is_last_needed else sizes[:-1:2])
+    products = weight_products(view)[: None if _needs_last_product(view) else -1]
+    if tp > 1 and not is_compiled:
+        products = [product for product in products if product.cut != "rowwise"]
+    return sum(product.elements for product in products[::2] if tp == 1 or product.cut != "rowwise")
 
 
 @lru_cache(maxsize=1024)
@@ -149,8 +147,8 @@ def flops_per_token(
 ) -> float:
     """Return the model FLOPs of one token (PaLM, appendix B), N being the parameters that it uses, each as often.
 
-    pairs: keys that a query sees, on average over queries and the features of blocks' heads; None: all S, as PaLM
-    counts, or a whole window.
+    pairs: keys that a query sees, on average over queries, and over blocks by their `flops_per_key`; None: all S, as
+    PaLM counts, or a whole window.
     Frozen weights have no gradient, which is a third of their operations: 4 N + 6 n with n parameters of updates. The
     same for weights that model.frozen freezes (`flops_without_gradients`).
     """
@@ -183,6 +181,12 @@ def core_flops(view: Model, sequence_length: int, pairs: float | None = None) ->
     return mixer(view).core_flops(view, keys) + added_flops(view, sequence_length)
 
 
+def flops_per_key(view: Model) -> int:
+    """Return the FLOPs of one token's forward in a block per key that it sees; 0: it has no attention."""
+    core = mixer(view).core_flops
+    return int(core(view, 1.0) - core(view, 0.0))
+
+
 def recomputes_logits(training: Training, parallel: Parallel) -> bool:
     """Return whether the backward pass computes the logits again, instead of the forward pass all their gradients.
 
@@ -195,14 +199,19 @@ def recomputes_logits(training: Training, parallel: Parallel) -> bool:
 
 
 def recomputed_flops_per_token(
-    model: Model, recompute: Recompute, sequence_length: int, has_logits_again: bool = False
+    model: Model,
+    recompute: Recompute,
+    sequence_length: int,
+    has_logits_again: bool = False,
+    tp: int = 1,
+    is_compiled: bool = False,
 ) -> int:
     """Return the FLOPs of the matrix products that the backward pass runs a second time.
 
-    has_logits_again: the output projection too (`recomputes_logits`). torch ends a recomputation at the last tensor
-    that it needs, so the last product of each recomputed part (always a down projection) is not among them, unless a
-    norm after it (`norm_position`) or the weighted sum of experts needs its result. The recomputation inside the
-    backward of fused attention kernels is never counted (no published HFU counts it).
+    has_logits_again: the output projection too (`recomputes_logits`). tp, is_compiled: of `half_of_products`. torch
+    ends a recomputation at the last tensor that it needs, so the last product of each recomputed part (always a down
+    projection) is not among them, unless a norm after it or the weighted sum of experts needs its result. The
+    recomputation inside the backward of fused attention kernels is never counted (no published HFU counts it).
     """
     interval = recompute_interval(recompute, model.layers)
     first = 0
@@ -214,7 +223,7 @@ def recomputed_flops_per_token(
     sizes = [matrices(model, layer) for layer in layers]
     blocks = [block_flops(model, layer, sequence_length) for layer in layers]
     views = model.views[first:]
-    last = [2 * size.down if of.norm_position == "before" else 0 for of, size in zip(views, sizes, strict=True)]
+    last = [0 if _needs_last_product(view) else 2 * size.down for view, size in zip(views, sizes, strict=True)]
     match recompute.mode:
         case "none" | "selective":
             recomputed = 0
@@ -228,8 +237,14 @@ def recomputed_flops_per_token(
         case "ffn":
             recomputed = sum(2 * (size.ffn - size.down) for size in sizes)
         case "selective_half":
-            recomputed = sum(2 * half_of_products(model, layer) for layer in layers)
+            recomputed = sum(2 * half_of_products(view, tp, is_compiled) for view in views)
     return recomputed + (2 * model.predictions * head_size(model) if has_logits_again else 0)
+
+
+def recomputed_flops(config: Config, sequence_length: int) -> int:
+    """Return `recomputed_flops_per_token` of a config."""
+    layout = recomputes_logits(config.training, config.parallel), config.parallel.tp, config.compile.block is True
+    return recomputed_flops_per_token(config.model, config.recompute, sequence_length, *layout)
 
 
 def recompute_interval(recompute: Recompute, layers: int) -> int:

@@ -54,10 +54,12 @@ def flops_without_gradients(model: Model, core_flops: Sequence[float]) -> float:
     """
     first = blocks_without_backward(model)
     before = [f"layers.{layer}." for layer in range(first)] + ["embed_"] * (not model.tied_embeddings)
+    head = f"{'embed_tokens' if model.tied_embeddings else 'lm_head'}.weight"
     saved = 2.0 * sum(core_flops[:first])
     for name, shape in parameter_shapes(model).items():
         if model.freezes(name):
             used = math.prod(shape) * (model.top_k / model.experts if ".experts." in name else 1.0)
+            used *= model.predictions if name == head else 1
             saved += (4 if name.startswith(tuple(before)) else 2) * used
     return saved
 

@@ -75,8 +75,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torchllm.config import Metrics, Model, Recompute, TrainedParameters, Training
-from torchllm.facts.flops import ALL_TRAINED, flops_per_token, recomputed_flops_per_token
+from torchllm.config import Metrics, Model, TrainedParameters, Training
+from torchllm.facts.flops import ALL_TRAINED, flops_per_token
 from torchllm.metrics.console import Console
 from torchllm.metrics.sinks import Record, Sink
 from torchllm.runtime.phase import phase
@@ -99,7 +99,7 @@ class Meter:
         self,
         config: Metrics,
         model: Model,
-        recompute: Recompute,
+        recomputed: Callable[[int], int],
         training: Training,
         *,
         device: torch.device,
@@ -110,12 +110,11 @@ class Meter:
         console: Console | None = None,
         spend: Callable[[str, float], None] = lambda cause, seconds: None,
         tokens: int = 0,
-        has_logits_again: bool = False,
         trained: TrainedParameters = ALL_TRAINED,
         loads_file: Sink | None = None,
     ) -> None:
-        """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). tokens: read before.
-        has_logits_again: of `facts.flops.recomputes_logits`. trained: decides how many gradients there are.
+        """recomputed: FLOPs of recomputation per token, by the length of sequences. peak_flops: FLOP/s of this rank's
+        device (`peak_flops()` below). tokens: read before. trained: decides how many gradients there are.
 
         check_owner: raises if another job owns the run folder by now; called before anything is written. spend: called
         with a cause and seconds that were no step's.
@@ -132,8 +131,7 @@ class Meter:
         self.spend = spend
         self.tokens = tokens
         self.trained = trained
-        self.recomputed = partial(recomputed_flops_per_token, model, recompute, has_logits_again=has_logits_again)
-        """FLOPs of recomputation per token, by the length of sequences"""
+        self.recomputed = recomputed
         self.loads_file = loads_file
         self.loads: ExpertLoads | None = None
         """of the experts, in the last logged step"""

@@ -17,7 +17,7 @@ from torchllm.config import Config, applied, refuse_unapplied
 from torchllm.config.applied_keys import BY_LIBRARY, is_left_to_library, leave_to_library, refuse_evaluation_of_weights
 from torchllm.config.errors import UserError
 from torchllm.data.loader import TrainLoader
-from torchllm.facts.flops import recomputes_logits
+from torchllm.facts.flops import recomputed_flops
 from torchllm.metrics.console import Console
 from torchllm.metrics.meter import Meter, peak_flops
 from torchllm.metrics.observer import Change, ObservedData, ObservedRun, Observer
@@ -73,7 +73,7 @@ class Monitor:
         self.meter = Meter(
             config.metrics,
             config.model,
-            config.recompute,
+            partial(recomputed_flops, config),
             training,
             device=device,
             world_size=runtime.world_size,
@@ -84,7 +84,6 @@ class Monitor:
             check_owner=runtime.check_owner,
             spend=self._spend,
             tokens=read.get("tokens", read["sequences"] * training.sequence_length),
-            has_logits_again=recomputes_logits(training, config.parallel),
             trained=config.trained,
         )
         self.start_up.close()

@@ -25,21 +25,22 @@ def continue_texts(
     vocab: int,
     ends: Collection[int],
     longest: int,
-    seed: int = 0,
+    seeds: Sequence[int] | None = None,
     batch_size: int = 16,
     all_ended: Callable[[Tensor], bool] = lambda has_ended: bool(has_ended.all()),
 ) -> list[list[int]]:
     """Return up to `settings.tokens` ids that follow each prompt, each id less than `vocab`.
 
     A text stops at an id of `ends`, which is its last, and when it has `longest` tokens. Text i is sampled with
-    `seed` + i, so that it does not depend on the texts that are computed with it, `batch_size` at a time. UserError if
-    a prompt is longer than that, or the model's logits are NaN.
+    `seeds[i]`, by default i, so that it does not depend on the texts that are computed with it, `batch_size` at a time.
+    UserError if a prompt is longer than that, or the model's logits are NaN.
 
     all_ended: whether to stop early, given which texts of a batch have ended, (B); it may ask other ranks.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) > longest:
             raise UserError(f"prompt {index} has {len(prompt)} tokens: up to {longest} fit into the model's context")
+    seeds = range(len(prompts)) if seeds is None else seeds
     texts: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # little padding
     if not _takes_documents(model):
@@ -47,7 +48,7 @@ def continue_texts(
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         limits = [min(settings.tokens, longest + 1 - len(prompts[index])) for index in batch]
-        generators = [torch.Generator(_device(model)).manual_seed(seed + index) for index in batch]
+        generators = [torch.Generator(_device(model)).manual_seed(seeds[index]) for index in batch]
         batch_prompts = [list(prompts[index]) for index in batch]
         done = f"{start:,} of {len(order):,} texts" if len(order) > batch_size else ""
         rows = _continue_batch(

@@ -1,4 +1,4 @@
 """One training step, and one evaluation.
 
-The loop around them is a recipe. Imports: config, runtime, models, data, parallel, optim.
+The loop around them is a recipe. Imports: config, facts, runtime, models, data, parallel, optim.
 """

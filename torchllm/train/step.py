@@ -14,6 +14,7 @@ from torchllm.config import Training
 from torchllm.config.applied_keys import applied, refuse_unchecked_step
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
+from torchllm.facts.flops import flops_per_key
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED, take_sum
 from torchllm.optim.expert_balance import ExpertBalance
@@ -39,8 +40,8 @@ class StepResult(NamedTuple):
     tokens: Tensor
     """target tokens of all ranks, int64 ()"""
     pairs: Tensor
-    """(query, key) pairs that causal mask, window and document mask allow, of all ranks, on average over blocks,
-    float64 ()"""
+    """(query, key) pairs that causal mask, window and document mask allow, of all ranks, on average over blocks by
+    their `flops_per_key`, float64 (); 0 without attention"""
     learning_rate: float
     skipped: Tensor
     """steps since the start of this process not applied due to a non-finite loss or gradient, int64 ()"""
@@ -120,11 +121,11 @@ class TrainStep:
             raise UserError(f"{type(optimizer).__name__}: its step needs a closure, which no step has: use another one")
         self.stages = stages
         self.windows = Counter[int]()
-        """features of the queries of blocks with a window, by the window"""
+        """weights of blocks with a window in the mean over blocks, by the window"""
         for view in stages[0].model.views:
-            self.windows[view.window] += view.heads * view.head_width
-        divisor = math.gcd(*self.windows.values())
-        self.windows = Counter({window: width // divisor for window, width in self.windows.items()})
+            self.windows[view.window] += flops_per_key(view)
+        divisor = math.gcd(*self.windows.values()) or 1
+        self.windows = Counter({window: flops // divisor for window, flops in self.windows.items()})
         self.forward_backward = forward_backward
         self.optimizer = optimizer
         self.learning_rate = learning_rate
@@ -226,14 +227,14 @@ class TrainStep:
         for batch in batches:
             tokens = (batch.labels != IGNORED).sum()
             keys = batch.positions + 1  # that each token sees
-            pairs = torch.zeros_like(tokens)  # of all blocks, weighted by the width of their queries
-            for window, width in self.windows.items():
-                pairs += width * (keys.clamp(max=window) if window else keys).sum()
+            pairs = torch.zeros_like(tokens)
+            for window, weight in self.windows.items():
+                pairs += weight * (keys.clamp(max=window) if window else keys).sum()
             counts.append(torch.stack((tokens, pairs)))
         sums = torch.stack(counts).sum(0)
         dist.all_reduce(sums, group=self.mesh.loss_group)
         tokens, pairs = sums
-        return tokens, pairs.double() / self.windows.total()
+        return tokens, pairs.double() / max(1, self.windows.total())
 
 
 class Health(NamedTuple):

@@ -199,6 +199,16 @@ def test_all_lacks_are_said_at_once_with_what_is_wrong_in_the_config(
     assert {"--run.folder", "--checkpoint.resume", "--data.tokenizer", "--data.sources.0.path", "--parallel.tp"} <= keys
 
 
+def test_best_fit_fills_up_what_is_shorter_than_a_sequence(folder: Path) -> None:
+    best_fit = ["--data.packing=best_fit", "--data.document_mask=true", "--training.sequence_length=2048"]
+    validation = ["--data.validation.0.kind=text", "--data.validation.0.path=words.txt"]
+    shards = str(prepare(folder))
+    prepared = ["--data.sources.0.kind=tokens", f"--data.sources.0.path={shards}", "--evaluate.interval=0"]
+    for arguments in ([*TEXT_SOURCE, "--data.validation_fraction=0.031"], validation, prepared):
+        with pytest.raises(SystemExit, match="0"):
+            checked(*arguments, *best_fit)
+
+
 def test_the_advice_for_a_short_text_cures_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for advised in ("--data.validation_fraction=0.031", "--evaluate.interval=0"):
         with pytest.raises(SystemExit, match="0"):

@@ -22,13 +22,15 @@ from torchllm.data.error import DataError
 from torchllm.data.packing import IGNORED, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.readers import ReaderSettings, open_corpus
 from torchllm.data.tokenizer import load_tokenizer
+from torchllm.tools.prepare import conversation_writer
 from torchllm.tools.prepare.build import choose_split, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chat.plan import chat_format
 from torchllm.tools.prepare.chat.template import Conversation
-from torchllm.tools.prepare.conversation_writer import preparation_day
+from torchllm.tools.prepare.conversation_writer import ConversationWriter, preparation_day
 from torchllm.tools.prepare.counts import describe_corpus
 from torchllm.tools.prepare.plan import CorpusPlan
+from torchllm.tools.prepare.records import TextRecord
 
 LENGTH = 160
 NUMBERS = ["two", "three", "the quick brown fox", "a lazy dog"]
@@ -217,6 +219,30 @@ def test_of_few_conversations_the_last_ones_are_held_out_whole(tmp_path: Path) -
     one = write_lines(tmp_path / "one.jsonl", TALKS[:1])
     write_corpus(choose_split(planned(one, data)), partial(load_tokenizer, data.tokenizer), tmp_path / "one")
     assert Corpus(tmp_path / "one").tokens("validation") == 0  # nothing would be left to train on
+
+
+@pytest.mark.parametrize("together", [4, 10])  # the last group ends with the last example, and before it
+def test_the_last_conversations_are_held_out_though_groups_before_them_are_full(
+    together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation_writer, "PACKED_TOGETHER", together)
+    data = settings(tmp_path, validation_fraction=0.1)
+    talks = [talk(3 * number) for number in range(32)]  # of one example each
+    source = write_lines(tmp_path / "talks.jsonl", talks)
+    write = ConversationWriter._write_conversation
+    most = 0
+
+    def written_and_counted(writer: ConversationWriter, record: TextRecord) -> None:
+        nonlocal most
+        write(writer, record)
+        most = max(most, sum(map(len, writer._waiting.values())) + len(writer._last))
+
+    monkeypatch.setattr(ConversationWriter, "_write_conversation", written_and_counted)
+    write_corpus(choose_split(planned(source, data)), partial(load_tokenizer, data.tokenizer), tmp_path / "corpus")
+    corpus = Corpus(tmp_path / "corpus")
+    assert stored_examples(corpus) == direct_examples(source, data, talks[:-3], tmp_path)
+    assert corpus.tokens("validation") > 0
+    assert most == together - 1 + 3  # in memory: those that are packed next, and those that may be held out
 
 
 def test_it_is_tied_to_its_sequence_length_and_to_the_document_mask(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchllm.tools.config.checks import problems
 from torchllm.tools.prepare.fill_in_the_middle import FillInTheMiddle
+from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
 from torchllm.tools.proof.layouts import with_settings
 
 END, PREFIX, SUFFIX, MIDDLE = range(256, 260)
@@ -23,21 +24,23 @@ NAMES = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 TEXTS = [f"{index:03d} " + "näive"[index % 5 :] * (index % 7) + "z" * (index % 11) for index in range(200)]
 
 
-def write_tokenizer(folder: Path) -> str:
-    """Write a tokenizer.json of bytes, with the special tokens."""
+def write_tokenizer(folder: Path, special: bool = True) -> str:
+    """Write a tokenizer.json of bytes, with the special tokens; without `special` the end alone is one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in NAMES])
+    tokenizer.add_tokens([AddedToken(name, special=special or name == NAMES[0]) for name in NAMES])
     tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder / "tokenizer.json")
 
 
-def loader_of(folder: Path, texts: list[str] = TEXTS, vocab: int = 260, **settings: Any) -> TrainLoader:
+def loader_of(
+    folder: Path, texts: list[str] = TEXTS, vocab: int = 260, special: bool = True, **settings: Any
+) -> TrainLoader:
     file = folder / f"{abs(hash(tuple(texts)))}.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    own: dict[str, Any] = {"tokenizer": write_tokenizer(folder), "cache": str(folder / "cache"), "workers": 0}
+    own: dict[str, Any] = {"tokenizer": write_tokenizer(folder, special), "cache": str(folder / "cache"), "workers": 0}
     own |= {"sources": (Source(kind="jsonl", path=str(file)),), "validation_fraction": 0.2, **settings}
     data = Data(**own)
     return build_loader(data, Training(sequence_length=8), Model(vocab=vocab), 0, DataRanks())
@@ -119,6 +122,22 @@ def test_what_has_no_special_tokens_or_no_text_is_refused(tmp_path: Path) -> Non
     source = Source(kind="jsonl", path=str(file))
     with pytest.raises(DataError, match=r"ids\.jsonl:1: data\.fim_rate cuts text, and this is token ids"):
         loader_of(tmp_path, sources=(source,), fim_rate=0.5)
+
+
+def test_no_text_has_a_token_of_the_parts_though_tokenizer_json_lets_it(tmp_path: Path) -> None:
+    """As Qwen's, which has "special": false there."""
+    names = "".join(NAMES)
+    loader = loader_of(tmp_path, [f"{index} {names}" for index in range(200)], fim_rate=0.5, special=False)
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert {END, PREFIX, SUFFIX, MIDDLE} & {*tokenizer.encode_documents([names])[0]} == {PREFIX, SUFFIX, MIDDLE}
+    found = documents(loader)
+    cut = [ids for ids in found if PREFIX in ids]
+    assert 0.35 < len(cut) / len(found) < 0.65
+    assert all(ids.count(token) == (ids in cut) for ids in found for token in (PREFIX, SUFFIX, MIDDLE))
+    assert all(restored(ids, "psm", tokenizer).endswith(names) for ids in found)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert tokenizer.byte_lengths[PREFIX] == len(NAMES[1])
+    assert not tokenizer.with_special((PREFIX, SUFFIX, MIDDLE)).byte_lengths[END:].any()
 
 
 def test_sources_that_have_no_documents_of_text_are_named() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -134,6 +135,25 @@ def test_a_file_or_folder_that_is_named_is_trained(tmp_path: Path) -> None:
         DataError, match=r"all of the 3 files at .* are for validation or a test, as .*: to train on them"
     ):
         choose_files(source)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "nanogpt"])
+def test_sources_to_evaluate_on_are_read_whole_whatever_the_names(kind: Any, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    for name in ("validation-0", "test-0", "train-0"):
+        file = tmp_path / "set" / name
+        if kind == "jsonl":
+            file.with_suffix(".jsonl").write_text('{"text": "a"}\n')
+        else:
+            np.array([1, 2], "<u2").tofile(file.with_suffix(".bin"))
+    source = Source(kind=kind, path=str(tmp_path / "set"))
+    data = Data(validation=(source,), dtype="uint16", separator=0, cache=str(tmp_path / "cache"))
+    if kind == "jsonl":
+        plan = plan_corpus(source, ReaderSettings(data, 258, load_tokenizer("bytes")))
+        assert (len(plan.files), plan.held_out) == (3, 0)
+    else:
+        description = describe_in_place(source, data, 258).read_text()
+        assert all(f"/{name}-0.bin" in description for name in ("validation", "test", "train"))
 
 
 def test_keys_of_corpora_without_splits_are_those_of_earlier_versions(

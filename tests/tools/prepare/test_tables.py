@@ -7,10 +7,12 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 
 from tests.tools.prepare.test_sources import Read, read, read_all
 from torchllm.config import Data, Source
 from torchllm.data.corpus import Corpus
+from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
@@ -35,7 +37,7 @@ def test_token_ids_are_used_as_they_are(tmp_path: Path) -> None:
         tmp_path / "c",
         max_bad_share=1.0,
     )
-    assert header.skipped == {"token id over model.vocab": 1}
+    assert header.skipped == {"token id that data.tokenizer does not have": 1}
     assert (header.documents, header.text_bytes) == (3, 0)
     assert describe_corpus(header) == [
         "documents that were token ids already, and are used as they are: 3; of these, documents that end with "
@@ -43,6 +45,15 @@ def test_token_ids_are_used_as_they_are(tmp_path: Path) -> None:
     ]
     ids = Corpus(tmp_path / "c").open_shard("train", 0).read_ids(0, header.tokens).tolist()
     assert ids == [1, 2, 3, 5, *range(250)]
+
+
+def test_ids_of_another_tokenizer_are_not_laid_to_the_model(tmp_path: Path) -> None:
+    source = write_ids(tmp_path / "a.parquet", {"input_ids": [[1, 2], [47872]]})
+    lacks = r"a\.parquet row 1: token id that data\.tokenizer does not have \(47872; 'bytes' has 258 ids\); set it to "
+    for vocab in (258, 50304):
+        plan = plan_corpus(source, ReaderSettings(Data(), vocab, ByteTokenizer()))
+        with pytest.raises(DataError, match=rf"{lacks}the one that the ids were made with$"):
+            write_corpus(plan, partial(load_tokenizer, "bytes"), tmp_path / "c")
 
 
 def test_rows_that_are_not_token_ids_are_refused(tmp_path: Path) -> None:

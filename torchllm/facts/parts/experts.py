@@ -68,7 +68,7 @@ def _products(view: Model) -> list[WeightProduct]:
         for name in ("gate_proj", "up_proj", "down_proj")
     ]
     shared = [
-        product_of(name, shapes[name])
+        product_of(name, shapes[name])._replace(cut="rowwise" if "down" in name else "colwise")
         for name in (f"mlp.shared.{layer}.weight" for layer in ("gate_proj", "up_proj", "result_gate", "down_proj"))
         if name in shapes
     ]

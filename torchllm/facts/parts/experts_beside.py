@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torchllm.config import Model
+from torchllm.facts.parts.dense import PART as DENSE
 from torchllm.facts.parts.experts import PART as EXPERTS
-from torchllm.facts.parts.part import Cut, PartParameter, Shape, Start, WeightProduct, linear, product_of
+from torchllm.facts.parts.part import Cut, PartParameter, Shape, Start, WeightProduct, linear
 
 
 def _vector(name: str, shape: Callable[[Model], Shape], cut: Cut, start: Start) -> PartParameter:
@@ -24,9 +25,7 @@ def _norm(name: str, cut: Cut) -> PartParameter:
 
 def _products(view: Model) -> list[WeightProduct]:
     """Return the products of the router, the experts and the dense layer, in this order."""
-    shapes = PART.shapes(view)
-    dense = (f"mlp.dense.{layer}_proj.weight" for layer in ("gate", "up", "down"))
-    return EXPERTS.products(view) + [product_of(name, shapes[name]) for name in dense]
+    return EXPERTS.products(view) + DENSE.products(view)
 
 
 def _problems(view: Model) -> Iterator[tuple[str, str]]:

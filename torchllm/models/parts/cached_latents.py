@@ -8,11 +8,14 @@ Shapes: B batch, H heads, N and R features of a head without and with rotary pos
 the latent.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from torchllm.models.layers import soft_capped, widened
 
 
 class CachedLatents(nn.Module):
@@ -23,15 +26,14 @@ class CachedLatents(nn.Module):
     """
 
     def __init__(
-        self, core: Any, key_weight: Tensor, value_weight: Tensor, *, room: int, padding: Tensor | None
+        self, core: Any, weights: Callable[[], tuple[Tensor, ...]], *, room: int, padding: Tensor | None
     ) -> None:
-        """key_weight: (H, N, C). value_weight: (H, V, C). room, padding: as of `Mixer.cached_core`."""
+        """weights: `LatentAttention.kv_weights`. room, padding: as of `Mixer.cached_core`."""
         super().__init__()
         self.core = core
         self.mask = core.mask
         self.window = core.window
-        self.scale: float | None = core.core.scale
-        self.key_weight, self.value_weight = key_weight, value_weight
+        self.weights = weights
         self.room = room
         self.padding = padding
         self.latents: Tensor | None = None
@@ -54,14 +56,20 @@ class CachedLatents(nn.Module):
 
     def _one_token(self, q: Tensor, latents: Tensor) -> Tensor:
         """Return the results of a token's heads, (B, 1, H, V): q (B, 1, H, N + R), latents (B, 1, T, C + R)."""
-        nope, kv_width = self.key_weight.shape[1:]
+        key_weight, value_weight = self.weights()
+        nope, kv_width = key_weight.shape[1:]
+        core = self.core.core
+        scale = core.scale or q.shape[-1] ** -0.5
         visible = None
         if self.padding is not None:
             later = self.length - self.padding.shape[1]
             visible = F.pad(~self.padding, (0, later), value=True)[:, None, None]
-        in_latents = torch.einsum("bshn,hnc->bshc", q[..., :nope], self.key_weight)
+        in_latents = torch.einsum("bshn,hnc->bshc", q[..., :nope], key_weight)
         queries = torch.cat((in_latents, q[..., nope:]), dim=-1)  # to the kernel, H tokens of one head
-        out = F.scaled_dot_product_attention(
-            queries, latents, latents, visible, scale=self.scale or q.shape[-1] ** -0.5
-        )
-        return torch.einsum("bshc,hvc->bshv", out[..., :kv_width], self.value_weight)
+        if core.softcap:  # the fused kernel has none
+            scores = soft_capped(widened(queries @ latents.mT) * scale, core.softcap)
+            scores = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+            out = scores.softmax(-1).to(latents.dtype) @ latents
+        else:
+            out = F.scaled_dot_product_attention(queries, latents, latents, visible, scale=scale)
+        return torch.einsum("bshc,hvc->bshv", out[..., :kv_width], value_weight)

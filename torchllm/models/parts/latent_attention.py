@@ -90,10 +90,11 @@ class LatentAttention(Mixer):
         """Return a core that caches latents."""
         from torchllm.models.parts.cached_latents import CachedLatents  # of no use to training
 
-        key_weight, value_weight = self.kv_b_proj.weight.unflatten(0, (-1, sum(self.kv_widths))).split(
-            self.kv_widths, dim=1
-        )
-        return CachedLatents(self.core, key_weight, value_weight, room=room, padding=padding)
+        return CachedLatents(self.core, self.kv_weights, room=room, padding=padding)
+
+    def kv_weights(self) -> tuple[Tensor, ...]:
+        """Return the weights of keys (H, N, C) and values (H, V, C), in a forward: FSDP has gathered them only then."""
+        return self.kv_b_proj.weight.unflatten(0, (-1, sum(self.kv_widths))).split(self.kv_widths, dim=1)
 
 
 class HeadsOfLatents(nn.Module):

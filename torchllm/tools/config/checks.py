@@ -158,10 +158,8 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def _schedule_problems(config: Config) -> Iterator[ConfigError]:
-    if config.finetune.epochs:  # they decide the steps
-        return
     schedule = config.schedule
-    steps = config.training.steps
+    steps = math.inf if config.finetune.epochs else config.training.steps  # epochs decide the steps
     if schedule.warmup_steps > steps:
         yield config_error("schedule.warmup_steps", f"{schedule.warmup_steps} is over training.steps {steps}")
     if schedule.name == "wsd" and schedule.warmup_steps + schedule.decay_steps > steps:

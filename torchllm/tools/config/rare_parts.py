@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from torchllm.config.schema import Config, Model
 from torchllm.config.stages import of_span, spans_of
@@ -42,6 +43,12 @@ def kind_problems(config: Config) -> Iterator[ConfigError]:
             if problem not in of_all:
                 name = problem.path[-1]
                 yield config_error(f"{path}.{name}", problem.message)
+        view = of_kind.model
+        key = "block_scale" if view.block_scale else "dense_beside" if view.dense_beside and view.experts else ""
+        if key and view.norm_position != "both":
+            yield config_error(
+                f"{path}.norm_position", f'{view.norm_position!r} has too few norms for model.{key}: set it to "both"'
+            )
 
 
 def block_problems(config: Config) -> Iterator[ConfigError]:
@@ -252,12 +259,19 @@ def mixture_problems(config: Config) -> Iterator[ConfigError]:
             name, at = "until_tokens", f"= {stage.until_tokens} tokens are read by step {until}, which is"
         if stage.until and stage.until_tokens:
             yield config_error(f"{key}.until", "and until_tokens both end the stage: remove one of them")
-        elif until <= before:
+        elif until <= before and not (stage.until and _may_be_past(config, index)):
             yield config_error(f"{key}.{name}", f"{at} not after step {before}, where the stage begins")
         elif is_last and until < steps:
             yield config_error(
                 f"{key}.{name}", f"{at} before the last step, {steps}: set it to 0, or training.steps, or add a stage"
             )
+
+
+def _may_be_past(config: Config, index: int) -> bool:
+    """Return whether a resumed run may be past a stage that ends at a step: past tokens were those of earlier sizes."""
+    if config.checkpoint.resume == "none" or not any(stage.until_tokens for stage in config.data.stage[:index]):
+        return False
+    return config.checkpoint.remote != "" or any(Path(config.run.folder, "checkpoints").glob("step-*"))
 
 
 def stage_size_problems(config: Config, world_size: int | None, known: list[ConfigError]) -> Iterator[ConfigError]:

@@ -418,10 +418,15 @@ def _optimizer_named(key: str) -> Computed:
     return compute
 
 
-def _megatron_family(their: Foreign) -> Settings | str:
+def _parts_of_llama(their: Foreign) -> tuple[bool, bool, bool]:
+    """Return which of Llama's norms, feed-forward layers and positions Megatron's arguments ask for."""
     values = their.values
     is_rotary = values.get("position_embedding_type") == "rope"
-    parts = (values.get("normalization") == "RMSNorm", bool(values.get("swiglu")), is_rotary)
+    return values.get("normalization") == "RMSNorm", bool(values.get("swiglu")), is_rotary
+
+
+def _megatron_family(their: Foreign) -> Settings | str:
+    parts = _parts_of_llama(their)
     if all(parts):
         return {"model.family": "llama"}
     if not any(parts):
@@ -430,10 +435,10 @@ def _megatron_family(their: Foreign) -> Settings | str:
 
 
 def _megatron_biases(their: Foreign) -> str:
-    has_biases, is_gpt = not their.get("disable_bias_linear"), _megatron_family(their) == {"model.family": "gpt"}
-    if has_biases == is_gpt:
+    has_biases, ours_has = not their.get("disable_bias_linear"), not any(_parts_of_llama(their))
+    if has_biases == ours_has:
         return NoEffect("as the model.family has them")
-    ours = 'model.family = "gpt" has them' if is_gpt else "our models have none"
+    ours = 'model.family = "gpt" has them' if ours_has else "our models have none"
     return f"the architecture differs: matrices have {'biases' if has_biases else 'no biases'} there, and {ours}"
 
 

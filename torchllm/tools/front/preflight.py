@@ -494,12 +494,15 @@ class _DataInspector:
         assert isinstance(corpus, ShardStream)
         length = self.config.training.sequence_length
         splits: tuple[Split, ...] = ("train",) if key.startswith("data.sources") else SPLITS
-        if not any(corpus.count(split, length) for split in splits):
+        counts = {split: corpus.count(split, length) for split in SPLITS}
+        if self.data.packing == "best_fit" and not corpus.is_packed:  # which fills up a sequence that is too short
+            counts = {split: min(1, corpus.tokens(split)) for split in SPLITS}
+        if not any(counts[split] for split in splits):
             self._refuse_short(key, sum(corpus.tokens(split) for split in splits))
         if not corpus.is_packed:  # of conversations, the last are held out, whatever the share
             self.tokens[key] = corpus.tokens("train") + corpus.tokens("validation")
         if self.held_out is not None:
-            self.held_out += corpus.count("validation", length)
+            self.held_out += counts["validation"]
 
     def _refuse_short(self, key: str, tokens: int) -> NoReturn:
         """Raise the error of a source that has less than a sequence to train on, or to evaluate on."""
@@ -524,7 +527,7 @@ class _DataInspector:
             return
         if tokenizer is None:
             self.held_out = None
-            source_files(source)
+            source_files(source, by_name=source not in self.data.validation)
             return
         settings = self._reader_settings(tokenizer)
         plan = plan_corpus(source, settings)
@@ -548,7 +551,7 @@ class _DataInspector:
 
         refuse_first(plan)
         is_of_bytes = self.data.tokenizer == "bytes" and plan.source.kind == "text" and not plan.source.delimiter
-        if is_of_bytes and choose_split(plan).last_tokens:
+        if is_of_bytes and choose_split(plan).last_tokens and self.data.packing != "best_fit":
             tokens = sum(file.size + _BEGIN_AND_END for file in plan.files if file.size)
             held_out = int(tokens * plan.validation_fraction)
             used = tokens - held_out if key.startswith("data.sources") else tokens

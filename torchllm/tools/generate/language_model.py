@@ -165,6 +165,7 @@ class LanguageModel:
             raise UserError("tokens and batch_size must be at least 1, top_k at least 0")
         for problem in sampling_problems(settings):
             raise UserError(f"temperature {problem.message}")
+        first_seed = self.config.run.seed if seed is None else seed
         texts = continue_texts(
             self.model,
             prompts,
@@ -172,7 +173,7 @@ class LanguageModel:
             vocab=self.tokenizer.vocab,
             ends=ends,
             longest=self.config.longest_text,
-            seed=self.config.run.seed if seed is None else seed,
+            seeds=range(first_seed, first_seed + len(prompts)),
             batch_size=batch_size,
         )
         return [text[:-1] if text and text[-1] in ends else text for text in texts]
@@ -190,7 +191,9 @@ class LanguageModel:
                 )
             row = torch.tensor([[*(self.begin or [self.tokenizer.end]), *ids]], device=device)
             positions = torch.arange(len(ids), device=device).unsqueeze(0)
-            losses.append((self.model(row[:, :-1], positions, None, row[:, 1:]).item(), ids))
+            depth = self.config.model.mtp_depth
+            ahead = row.new_zeros(1, 2, depth, len(ids)) if depth else None  # not read without gradients
+            losses.append((self.model(row[:, :-1], positions, None, row[:, 1:], 0, ahead).item(), ids))
         return losses
 
 

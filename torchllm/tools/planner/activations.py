@@ -234,7 +234,7 @@ def _norm_bytes(keeps_input: bool, has_weight: bool = True) -> float:
 def block_products(
     model: Model, piece: Piece, trained: TrainedParameters, routed: RoutedActivations = NO_ACTIVATIONS
 ) -> list[BlockProduct]:
-    """Return the products of a block in the order of their use (`facts.flops.product_sizes`).
+    """Return the products of a block in the order of their use (`facts.flops.weight_products`).
 
     Results of the router are empty here, and without `routed` so are the results of routed experts. An updated layer is
     three products, W x, A x and B A x.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
 from torchllm.facts.block_kinds import block_kind
-from torchllm.facts.flops import MatrixShape, half_of_products, matrices, product_sizes
+from torchllm.facts.flops import MatrixShape, half_of_products, matrices
 from torchllm.facts.parts.costs import MixerCosts, PerPass, RankShare
 from torchllm.facts.parts.part import found
 from torchllm.facts.parts.registry import feed_forward, mixer
@@ -549,11 +549,14 @@ def recomputed(
     core: Seconds,
     elementwise_work: Seconds,
     software: Software,
+    tp: int = 1,
 ) -> Seconds:
     """Return the time of the forward operations that the backward recomputes, on average over like blocks.
 
     model: a view. core, elementwise_work: the parts of `forward` that are attention's core and elementwise kernels.
+    tp: ranks that share the block.
     """
+    sizes = matrices(model, layer=0)
     mode = recompute.mode
     if mode == "selective" and software.keeps_every_other:
         mode = "selective_half"
@@ -563,7 +566,6 @@ def recomputed(
         case "every_k":
             return NO_TIME.plus(forward, times=1 / (recompute.k or DEFAULT_INTERVAL))
         case "ffn":
-            sizes = matrices(model, layer=0)
             share = (sizes.ffn - sizes.down) / (sizes.attention + sizes.ffn)
             return Seconds(
                 matmul=forward.matmul * share,
@@ -573,7 +575,8 @@ def recomputed(
         case "selective":
             return core if software.recomputes_attention_only else elementwise_work
         case "selective_half":
-            share = half_of_products(model, layer=0) / sum(product_sizes(model, layer=0))
+            half = half_of_products(model, tp if software.saves_collectives else 1)
+            share = half / (sizes.attention + sizes.ffn)
             products_time = Seconds(matmul=forward.matmul * share, kernels=SELECTIVE_HALF_KERNELS)
             return elementwise_work.plus(products_time)
     return NO_TIME

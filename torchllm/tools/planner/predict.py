@@ -246,7 +246,7 @@ def _recomputed_flops(case: Case) -> float:
         case "selective" if case.software.recomputes_attention_only:
             return core
         case "selective_half":
-            return 2 * half_of_products(model, layer=0)
+            return 2 * half_of_products(model, case.parallel.tp if case.software.saves_collectives else 1)
     return 0.0
 
 

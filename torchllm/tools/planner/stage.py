@@ -130,7 +130,8 @@ def cost_of_block(case: Case, work: Computed | None = None) -> BlockCost:
     """Return the time of one micro batch in one block. work: `computed(case)`, if the caller has it."""
     work = work or computed(case)
     constants = case.software.constants
-    repeated_work = recomputed(case.model, case.recompute, work.forward, work.core, work.elementwise, case.software)
+    parts = work.forward, work.core, work.elementwise
+    repeated_work = recomputed(case.model, case.recompute, *parts, case.software, case.parallel.tp)
     forward = work.forward.total(constants)
     inputs = work.inputs.total(constants)
     weights = work.weights.total(constants)

@@ -55,7 +55,7 @@ def plan_corpus(
 
         source = pin_hub_source(source, pins or cache_root(data) / "revisions")
         revision = hub_folder_version(source)
-    files = choose_files(source)
+    files = choose_files(source, by_name=source not in data.validation)
     return CorpusPlan(
         source=replace(source, weight=1.0, max_epochs=0.0),
         files=[*files.train, *files.held_out],

@@ -11,16 +11,16 @@ _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 """folders of the standard library that are not read"""
 
 
-def source_files(source: Source) -> list[SourceFile]:
+def source_files(source: Source, by_name: bool = True) -> list[SourceFile]:
     """Return all files of a raw source that are read, those that are held out by their names last."""
-    chosen = choose_files(source)
+    chosen = choose_files(source, by_name)
     return [*chosen.train, *chosen.held_out]
 
 
-def choose_files(source: Source) -> ChosenFiles:
+def choose_files(source: Source, by_name: bool = True) -> ChosenFiles:
     """Return the files of a raw source, sorted by path; a source of the hub has none.
 
-    Raises DataError if there is none to train on at data.sources.path.
+    by_name: False for data.validation, which is read whole. DataError if data.sources.path has none to train on.
     """
     if source.kind == "hub":
         return ChosenFiles([], [])
@@ -28,7 +28,7 @@ def choose_files(source: Source) -> ChosenFiles:
         return ChosenFiles([stat_file(path) for path in _stdlib_paths()], [])
     from torchllm.tools.prepare.files_at_path import files_at_path  # Python's own files and the hub need no search
 
-    return files_at_path(source)
+    return files_at_path(source, by_name)
 
 
 def _stdlib_paths() -> Iterator[str]:

@@ -7,6 +7,7 @@ The header's `counts` count conversations by outcome; their keys are the names b
 """
 
 import json
+from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
@@ -85,8 +86,10 @@ class ConversationWriter(ShardWriter):
         self._format = chat_format(tokenizer.name, plan.chat, preparation_day(folder), plan.reads_calls)
         self._drops_absent_keys = plan.drops_absent_keys
         self._waiting: dict[ShardFileWriter, list[Example]] = {split: [] for split in self.splits}
-        self._sizes: list[int] = []
-        """number of examples of each conversation"""
+        self._conversations = 0
+        """that have examples"""
+        self._last: deque[list[Example]] = deque()
+        """examples of the conversations that are held out if they are the last: fewer than six (`choose_split`)"""
 
     def write(self, records: Iterable[TextRecord]) -> None:
         """Write records: some thousand examples at a time, the longest first."""
@@ -107,13 +110,10 @@ class ConversationWriter(ShardWriter):
             split.finish()
 
     def hold_out_last(self) -> None:
-        """Move the last conversations of the shard, one at least, to the validation split."""
-        train, validation = (self._waiting[split] for split in self.splits)
-        count = max(1, round(len(self._sizes) * self._plan.validation_fraction))
-        first = len(train) - sum(self._sizes[-count:])
-        if count < len(self._sizes) and first >= 0:
-            validation += train[first:]
-            del train[first:]
+        """Give the last conversations of the shard, one at least, to the validation split, unless they are all."""
+        train, validation = self.splits
+        for examples in self._last:
+            self._wait(validation if len(self._last) < self._conversations else train, examples)
 
     def _write_conversation(self, record: TextRecord) -> None:
         """Count a conversation, and keep its examples until there are enough to pack."""
@@ -135,14 +135,23 @@ class ConversationWriter(ShardWriter):
         self.counts[ABSENT] += made.absent_keys
         self.text_bytes += record.size
         split = self.split_of(record)
-        kept = sum([self._add(split, example) for example in made.examples])
-        if kept:
-            self._sizes.append(kept)
+        kept = [example for example in map(self._cut, made.examples) if example is not None]
+        if not kept:
+            return
+        self._conversations += 1
+        self._last.append(kept)
+        held_out = max(1, round(self._conversations * self._plan.validation_fraction)) if self._plan.last_tokens else 0
+        if len(self._last) > held_out:
+            self._wait(split, self._last.popleft())
+
+    def _wait(self, split: ShardFileWriter, examples: Sequence[Example]) -> None:
+        """Keep examples until there are enough to pack."""
+        self._waiting[split] += examples
         if len(self._waiting[split]) >= PACKED_TOGETHER:
             self._pack(split)
 
-    def _add(self, split: ShardFileWriter, example: Example) -> bool:
-        """Count an example and keep it; return whether anything of it is trained."""
+    def _cut(self, example: Example) -> Example | None:
+        """Count an example and return it, cut to the sequence length; None if nothing of it is trained."""
         power_of_two = 1 << (len(example.ids) - 1).bit_length()
         self.counts[f"{LENGTH}{max(_SHORTEST_LENGTH, power_of_two)}"] += 1
         if len(example.ids) > self._length:
@@ -151,13 +160,12 @@ class ConversationWriter(ShardWriter):
         targets = int(example.is_target.sum())
         if not targets:
             self.counts[UNTRAINED] += 1
-            return False
+            return None
         self.counts[EXAMPLES] += 1
         self.counts[TARGETS] += targets
         self.counts[TOKENS] += len(example.ids)
         self.count_unknown(example.ids)
-        self._waiting[split].append(example)
-        return True
+        return example
 
     def _pack(self, split: ShardFileWriter) -> None:
         """Write the examples that wait."""

@@ -29,14 +29,14 @@ from torchllm.tools.prepare.unpack import open_unpacked
 log = logging.getLogger(__name__)
 
 
-def files_at_path(source: Source) -> ChosenFiles:
+def files_at_path(source: Source, by_name: bool) -> ChosenFiles:
     """Return the files at the path of a source of text, sorted by path. Errors: `choose_files`."""
     files = FILES_OF[source.kind]
     found = find_files(source.path, lambda name: kind_of_file(name) in files)
     if not found.files:
         reason = _why_none(source, found)
         raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {reason}")
-    chosen = choose_by_name(source, found)
+    chosen = choose_by_name(source, found, by_name)
     if source.kind == "text":
         _refuse_json_lines(source, [file.path for file in chosen.train])
     return chosen
@@ -69,18 +69,19 @@ def _describe_outputs(outputs: Mapping[str, str]) -> str:
     return f"left out as output of torchllm: {', '.join(described)}"
 
 
-def choose_by_name(source: Source, found: FoundFiles) -> ChosenFiles:
+def choose_by_name(source: Source, found: FoundFiles, by_name: bool) -> ChosenFiles:
     """Return the trained and the held-out files at data.sources.path; log files that are not trained, and why.
 
-    Raises DataError if by their names none is to be trained.
+    by_name: as of `choose_files`. Raises DataError if by their names none is to be trained.
     """
     paths: dict[NamedSplit, list[str]] = {"train": [], "held out": [], "test": []}
     for file in found.files:
-        paths[file.split].append(file.path)
+        paths[file.split if by_name else "train"].append(file.path)
     if not paths["train"]:
         raise DataError(
             f"data.sources: by their names all of the {len(found.files):,} files at {source.path!r} are for validation "
-            f"or a test, as {found.files[0].path}: to train on them, name the file itself, or the folder that it is in"
+            f"or a test, as {found.files[0].path}: to train on them, let the path have that word, by the file's name, "
+            "its folder's, or a glob such as valid_*"
         )
     notes = []
     if paths["held out"]:

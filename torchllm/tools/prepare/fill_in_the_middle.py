@@ -16,6 +16,7 @@ import numpy as np
 from torchllm.config import Data
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import Ids, Tokenizer
+from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class FillInTheMiddle:
     style: Literal["psm", "spm"]
     tokens: tuple[int, ...]
     """ids before the prefix, the suffix and the middle"""
+
+    def made_special(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Return a tokenizer for which the tokens are special, also where its file says that they are not."""
+        return tokenizer.with_special(self.tokens) if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizer
 
     def cut(self, text: str, text_hash: int) -> list[str]:
         """Return prefix, middle and suffix of a document, or the whole text alone. text_hash: of `TextRecord`."""

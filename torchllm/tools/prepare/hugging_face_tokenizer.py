@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy, deepcopy
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
@@ -127,6 +128,15 @@ class HuggingFaceTokenizer:
     def special_id(self, name: str) -> int | None:
         added = self.encoding.get_added_tokens_decoder()
         return next((id_ for id_, token in added.items() if token.content == name), None)
+
+    def with_special(self, ids: Sequence[int]) -> "HuggingFaceTokenizer":
+        """Return a copy for which these added tokens are special: no text has them, and they stand for no bytes."""
+        changed = copy(self)
+        changed.encoding = deepcopy(self.encoding)
+        changed.encoding.encode_special_tokens = True  # not in what the library copies
+        changed.encoding.add_special_tokens([self.encoding.id_to_token(id_) for id_ in ids])
+        changed.__dict__.pop("byte_lengths", None)
+        return changed
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         encodings = self.encoding.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -35,6 +35,8 @@ _MOST_UNKNOWN = 0.5
 ReportText = Callable[[int], None]
 OVER_VOCAB = "token id over model.vocab"
 """fault of a record whose tokens the model does not have"""
+NOT_OF_TOKENIZER = "token id that data.tokenizer does not have"
+"""fault of a record of token ids"""
 UNTOKENIZED = "text that the tokenizer fails on"
 
 
@@ -126,7 +128,7 @@ class ShardWriter:
         self.tally = RecordTally(plan.source, plan.on_bad_record)
         self._plan = plan
         self._held_out = {file.path for file in plan.files[len(plan.files) - plan.held_out :]}
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer if plan.fim is None else plan.fim.made_special(tokenizer)
         self._begin = np.array(tokenizer.begins, dtype=dtype)
         self._end = np.array([tokenizer.end], dtype=dtype)
         self.report: ReportText = lambda size: None
@@ -265,18 +267,23 @@ class ShardWriter:
         return len(ids) > 0 and int(ids.max()) >= self._plan.vocab
 
     def skip_over_vocab(self, record: TextRecord, ids: Ids) -> None:
-        """Skip a record whose tokens the model does not have."""
-        detail = f" ({ids.max()}; model.vocab = {self._plan.vocab})"
-        self.skip(record._replace(fault=OVER_VOCAB, detail=detail))
+        """Skip a record whose tokens the model or the tokenizer does not have, or raise DataError."""
+        largest, name, has = int(ids.max()), self.tokenizer.name, self.tokenizer.vocab
+        if largest < has:
+            fault, detail = OVER_VOCAB, f" ({largest}; model.vocab = {self._plan.vocab})"
+            advice = (
+                f"raise model.vocab to {has} or more, for data.tokenizer {name!r} has that many ids, or use a smaller "
+                "tokenizer"
+            )
+        else:
+            fault, detail = NOT_OF_TOKENIZER, f" ({largest}; {name!r} has {has} ids)"
+            advice = "set it to the one that the ids were made with"
+        if self._plan.on_bad_record == "error":
+            raise DataError(f"{record.origin.describe()}: {fault}{detail}; {advice}")
+        self.skip(record._replace(fault=fault, detail=detail))
 
     def skip(self, record: TextRecord) -> None:
         """Count a bad record, or raise DataError; an empty file is not a fault."""
-        if record.fault == OVER_VOCAB and self._plan.on_bad_record == "error":
-            raise DataError(
-                f"{record.origin.describe()}: {record.fault}{record.detail}; raise model.vocab to "
-                f"{self.tokenizer.vocab} or more, for data.tokenizer {self.tokenizer.name!r} has that many ids, or use "
-                "a smaller tokenizer"
-            )
         self.tally.bad(record)
         if record.fault == UNREADABLE:
             self.unreadable.add(record.origin.name)

@@ -271,8 +271,8 @@ class TextRanks:
         """The same number of texts per data rank."""
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         each = -(-len(order) // self.data_size)
-        own = [prompts[index] for index in order[self.data_rank :: self.data_size]]
-        own += [prompts[order[0]]] * (each - len(own))
+        own = order[self.data_rank :: self.data_size]
+        own += order[:1] * (each - len(own))
         answers: list[list[int]] = []
         size = self.config.training.micro_batch_size
         try:
@@ -280,15 +280,16 @@ class TextRanks:
                 beat("batch")
                 if should_give_up():
                     raise GivenUp
+                batch = own[start : start + size]
                 with torch.compiler.set_stance("force_eager"):  # a cache grows with each token
                     answers += continue_texts(
                         self.stages[0],
-                        own[start : start + size],
+                        [prompts[index] for index in batch],
                         settings,
                         vocab=vocab,
                         ends=ends,
                         longest=self.longest,
-                        seed=self.config.run.seed,
+                        seeds=[self.config.run.seed + index for index in batch],
                         batch_size=size,
                         all_ended=self._all_ended,
                     )

@@ -76,10 +76,10 @@ def in_place_settings(source: Source, data: Data) -> InPlaceSettings:
     return InPlaceSettings(source.kind, data.dtype, data.separator, column, str(cache_root(data)))
 
 
-def token_files(source: Source) -> ChosenFiles:
+def token_files(source: Source, by_name: bool = True) -> ChosenFiles:
     """Return the files of a source that are a shard each, or list some: all in a folder, those that match a glob.
 
-    Raises DataError if there is none to train on.
+    by_name: as of `choose_files`. Raises DataError if there is none to train on.
     """
     pattern = _FORMATS[source.kind].pattern
     path = source.path
@@ -93,7 +93,7 @@ def token_files(source: Source) -> ChosenFiles:
     if not found.files:
         hint = f"it has {describe_kinds(found.ignored)}" if found.ignored else describe_missing(source.path)
         raise DataError(f"data.sources: no file {pattern} at {source.path!r} (kind {source.kind!r}): {hint}")
-    return choose_by_name(source, found)
+    return choose_by_name(source, found, by_name)
 
 
 def describe_in_place(source: Source, data: Data, vocab: int) -> Path:
@@ -102,7 +102,7 @@ def describe_in_place(source: Source, data: Data, vocab: int) -> Path:
     Raises DataError if a file is not of the format, or has ids of `vocab` or more among its first ones.
     """
     settings = in_place_settings(source, data)
-    files = token_files(source)
+    files = token_files(source, by_name=source not in data.validation)
     listed = [_VERSION, settings._replace(cache=""), data.validation_fraction, files]
     key = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     path = cache_root(data) / f"{source.kind}-{key}.json"
