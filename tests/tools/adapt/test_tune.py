@@ -27,6 +27,7 @@ def _runtime() -> Any:
     return SimpleNamespace(
         device=torch.device("cpu"),
         world_size=dist.get_world_size(),
+        ranks_on_node=dist.get_world_size(),
         is_main=dist.get_rank() == 0,
         host_group=group,
         barrier=lambda: dist.barrier(group=group),

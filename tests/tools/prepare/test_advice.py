@@ -69,7 +69,7 @@ ADVISED = [
     Advised({"kind": "jsonl", "path": "many_bad.jsonl"} | SKIP, "at least 0.34", {"max_bad_share": 0.34}),
     Advised({"kind": "text", "path": "texts"}, "b.txt: unreadable .* take it out", {"path": "texts/a.txt"}),
     Advised({"kind": "text", "path": "texts"} | SKIP, "max_bad_share to at least 1$", {"max_bad_share": 1.0}),
-    Advised({"kind": "text", "path": "*st/*.txt"}, "name the file itself", {"path": "test/a.txt"}),
+    Advised({"kind": "text", "path": "*st/*.txt"}, "by the file's name", {"path": "test/a.txt"}),
     Advised({"kind": "nanogpt", "path": "ids.bin", "dtype": "uint16"}, 'dtype = "uint32"', {"dtype": "uint32"}),
     Advised({"kind": "text", "path": "book.txt", "max_raw_mib": 0.001}, "data.max_raw_mib", {"max_raw_mib": 1.0}),
 ]

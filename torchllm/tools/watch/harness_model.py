@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):
                     f"context is {self.ranks.longest}: raise model.max_sequence_length, or leave the task out"
                 )
             if temperature and (top_p := float(wanted.get("top_p", 1.0))) < 1:
-                log.warning("top_p %g of a task is left out: its answers are sampled by temperature and top_k", top_p)
+                log.warning("top_p %g of a task is omitted: its answers are sampled by temperature and top_k", top_p)
             of_run = self.ranks.config.generate
             settings = replace(of_run, tokens=tokens, temperature=temperature, top_k=int(wanted.get("top_k", 0)))
             prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
