@@ -236,7 +236,7 @@ def test_each_prompt_of_all_batches_has_its_own_seed() -> None:
     assert len({tuple(answer) for answer in answers}) == 5
 
 
-def test_a_task_is_told_that_top_p_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_is_told_that_top_p_is_omitted(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("lm_eval")
     from torchllm.tools.watch.harness_model import HarnessModel
 
@@ -247,7 +247,7 @@ def test_a_task_is_told_that_top_p_is_left_out(caplog: pytest.LogCaptureFixture)
         wanted = {"until": ["x"], "max_gen_toks": 5, "temperature": temperature, "top_p": 0.95}
         model.generate_until([SimpleNamespace(args=("0123456789", wanted))] * 3)
     assert [record.message for record in caplog.records] == [
-        "top_p 0.95 of a task is left out: its answers are sampled by temperature and top_k"
+        "top_p 0.95 of a task is omitted: its answers are sampled by temperature and top_k"
     ]
 
 
