@@ -215,6 +215,8 @@ def run_rank(options: argparse.Namespace) -> None:
     """Search the best layouts; print, write and plot them as the options say."""
     model = read_of_fork(options.model, options.restrictions)
     hardware = read_hardware(options.cluster)
+    if options.imbalance is not None and not model.config.model.experts:
+        raise UserError(f"--imbalance: {model.file} has no experts: remove it")
     if model.config.data.changes_size:
         return rank_over_stages(options, model, hardware)
     tokens = options.tokens or 0.0
@@ -223,8 +225,6 @@ def run_rank(options: argparse.Namespace) -> None:
         sequence_length=planned_size("sequence_length", options, model),
         global_batch_size=planned_size("global_batch_size", options, model),
     )
-    if options.imbalance is not None and not model.config.model.experts:
-        raise UserError(f"--imbalance: {model.file} has no experts: remove it")
     jobs = []
     for gpus in options.gpus.numbers:
         job = replace(model.job(hardware, gpus), training=training, imbalance=options.imbalance or IMBALANCE)
@@ -287,10 +287,10 @@ def rank_over_stages(options: argparse.Namespace, model: PlannedModel, hardware:
     stages = stage_jobs(model.config, job)
     best = fastest_over_stages(stages)
     print_lines(
-        *heading(model, options.cluster, job)[:2],
+        *heading(model, options.cluster, job)[:2],  # the batch is a stage's
         f"The fastest over {len(stages)} stages: {best.layout.text()}",
         *stage_table(stages, best.layout),
-        'A run takes it with parallel.layout = "auto".',
+        'A run takes it with parallel.layout = "auto", if its file sets none of these keys.',
     )
 
 

@@ -161,7 +161,7 @@ def test_a_run_with_a_copy_in_storage_may_resume_without_its_initial_checkpoint(
     monkeypatch.setenv("NPROC", "1")
     gone = ["--training.sequence_length=64", "--checkpoint.initial=gone", "--check"]
     assert passes([*gone, "--checkpoint.remote=memory://run"])
-    said = "checkpoint.initial: there is no gone; memory://run is not read"
+    said = "checkpoint.initial: gone is missing; memory://run may have a checkpoint to resume"
     assert f"not checked: {said}" in capsys.readouterr().err.splitlines()
     fresh = [*gone, "--checkpoint.remote=memory://run", "--checkpoint.resume=none"]
     for arguments in (gone, fresh):

@@ -393,10 +393,12 @@ def test_stages_of_several_sizes_are_planned_together(tmp_path: Path, capsys: py
     for line in (short, long, *lines[found + 2 : found + 4]):
         assert " fits " in line
     assert hours.endswith(" hours in all")
-    assert last == 'A run takes it with parallel.layout = "auto".'
+    assert last == 'A run takes it with parallel.layout = "auto", if its file sets none of these keys.'
     for option in ("--dials", "--json", "--tokens=1e9", "--write=x.toml", "--global-batch-size=8"):
         with pytest.raises(UserError, match=rf"^{option.split('=')[0]}: .* has stages of several sizes"):
             main([*rank, "--gpus=8", option])
+    with pytest.raises(UserError, match=r"--imbalance: .* has no experts: remove it"):
+        main([*rank, "--gpus=8", "--imbalance=2"])
     with pytest.raises(UserError, match="give one number of --gpus"):
         main([*rank, "--gpus=8,16"])
     with pytest.raises(UserError, match="the cluster has"):

@@ -973,7 +973,7 @@ class Float8:
         Unsupported("mxfp8", "MXFP8 needs a GPU with sm_100, such as B200, and cannot be tested without one"),
     ] = "none"
     """rowwise: a scale for each row of a factor; rowwise_with_gw_hp: the same, but gradients of weights in bfloat16;
-    tensorwise: one scale per factor, which depends on the layout; bfloat16 and sm_89 or later, emulated on a CPU"""
+    tensorwise: one scale per factor, depending on the layout; needs bfloat16 and sm_89 or later; emulated on a CPU"""
 
     @property
     def is_on(self) -> bool:

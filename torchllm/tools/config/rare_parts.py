@@ -271,7 +271,8 @@ def _may_be_past(config: Config, index: int) -> bool:
     """Return whether a resumed run may be past a stage that ends at a step: past tokens were those of earlier sizes."""
     if config.checkpoint.resume == "none" or not any(stage.until_tokens for stage in config.data.stage[:index]):
         return False
-    return config.checkpoint.remote != "" or any(Path(config.run.folder, "checkpoints").glob("step-*"))
+    folder = config.run.folder
+    return config.checkpoint.remote != "" or (folder != "" and any(Path(folder, "checkpoints").glob("step-*")))
 
 
 def stage_size_problems(config: Config, world_size: int | None, known: list[ConfigError]) -> Iterator[ConfigError]:

@@ -321,7 +321,7 @@ def _inspect_initial_checkpoint(config: Config, inspection: Inspection) -> None:
         return
     if may_resume and config.checkpoint.remote and not os.path.exists(initial):  # a copy there is newer
         inspection.unchecked.append(
-            f"checkpoint.initial: there is no {initial}; {config.checkpoint.remote} is not read"
+            f"checkpoint.initial: {initial} is missing; {config.checkpoint.remote} may have a checkpoint to resume"
         )
         return
     from torchllm.checkpoint.index import INDEX, parse_index  # imports numpy

@@ -84,9 +84,8 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     hidden = heads * head_width
     has_head_width = model.head_width * model.heads != model.hidden
     ffn = max(2, round(hidden * model.ffn / model.hidden / ffn_multiple)) * ffn_multiple
-    layers = min(model.layers, max(LAYERS, len(model.pattern)))
-    if model.frozen:  # it may name blocks by their numbers
-        layers = model.layers
+    # model.frozen may name blocks by their numbers.
+    layers = model.layers if model.frozen else min(model.layers, max(LAYERS, len(model.pattern)))
     vocab = BYTES + model.vocab % 8
     settings: Settings = {
         "model.layers": layers,

@@ -24,7 +24,7 @@ DEGREES = ("pp", "data", "cp", "tp")
 SMALL = 1 / 1000
 """share of a step below which a term is not worth a word"""
 EXPERT_CHUNKS = 2
-"""of parallel.expert_chunks, as `why` tries them: more hide little more of an exchange, and make products smaller"""
+"""parallel.expert_chunks that `why` compares with 1: more of them hide little more, and have smaller products"""
 NO_DIFFERENCE = 0.0005
 """share of a step below which two layouts take the same time"""
 
