@@ -31,4 +31,4 @@ def test_a_run_writes_traces_and_a_page(tmp_path: Path) -> None:
     assert [page.count(f"# Step {step}: ") for step in (1, 2, 3)] == [0, 1, 1]
     shares = [float(share) for share in re.findall(r"^- .* s, ([\d.]+)%$", page, re.MULTILINE)]
     assert sum(shares) == pytest.approx(200, abs=2)
-    assert page.count(" aten::mm ") == 2
+    assert page.count("Self CPU time total") == 2  # a table of each step; its operators depend on the machine's load
