@@ -24,7 +24,7 @@ from torchllm.metrics.sinks import JsonLines, Record
 from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.front.preflight import inspect_training
 from torchllm.tools.watch import trackers
-from torchllm.tools.watch.send_records import Sender
+from torchllm.tools.watch.send_records import Sender, main
 from torchllm.tools.watch.trackers import TrackerHelper, count_unsent
 
 TRACKERS = ["wandb", "mlflow", "trackio"]
@@ -238,6 +238,28 @@ def test_a_tracker_that_blocks_stops_neither_the_steps_nor_the_end_and_is_sent_t
     monkeypatch.delenv("FAKE_BLOCKS")
     subprocess.run([sys.executable, *command.split()[1:]], check=True, cwd=ROOT)
     assert logged(read_calls(calls)) == [1, 2, 3]
+
+
+def test_the_command_says_why_it_can_send_nothing(
+    tmp_path: Path, calls: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_folder(tmp_path / "run", "wandb")
+    reasons = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as refused:
+            main([str(folder), "trackio"])
+        assert refused.value.code == 2
+        reasons.append(capsys.readouterr().err.splitlines()[-1].partition("error: ")[2])
+        write_steps(folder, range(1, 3))
+    monkeypatch.setattr("torchllm.tools.watch.send_records.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main([str(folder), "wandb"])
+    reasons.append(capsys.readouterr().err.splitlines()[-1].partition("error: ")[2])
+    assert reasons == [
+        f"{folder}/metrics.jsonl: no such file; name a run folder",
+        f"{folder}/config.toml: metrics.trackio names no project: write one there",
+        "the package wandb is missing: pip install 'torchllm[wandb]'",
+    ]
 
 
 @pytest.mark.exhaustive

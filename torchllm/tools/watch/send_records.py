@@ -19,10 +19,12 @@ import tomllib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torchllm.runtime.parent import end_with_starter
+from torchllm.tools.resources import RUN_CONFIG
 from torchllm.tools.watch.trackers import (
     END,
     FOLDER,
@@ -90,7 +92,7 @@ class Sender:
         """Return the tracker's run: the one that was begun for this run folder, or a new one."""
         if not self.sent.run_id:
             self.sent.begin_run(new_run_id())
-        config = tomllib.loads((self.run_folder / "config.toml").read_text())
+        config = read_config(self.run_folder)
         facts = RunFacts(
             project=config["metrics"][self.name],
             name=self.run_folder.resolve().name,
@@ -101,6 +103,22 @@ class Sender:
         module = import_module(f"torchllm.tools.watch.{self.name}_tracker")
         tracker: ExperimentTracker = getattr(module, f"open_{self.name}")(facts)
         return tracker
+
+
+def read_config(run_folder: Path) -> dict[str, Any]:
+    """Return the resolved config of a run."""
+    return tomllib.loads((run_folder / RUN_CONFIG).read_text())
+
+
+def why_unsent(run_folder: Path, tracker: str) -> str:
+    """Return why no record of a run can be sent to a tracker; "" if they can."""
+    if not (run_folder / METRICS).exists():
+        return f"{run_folder / METRICS}: no such file; name a run folder"
+    if find_spec(tracker) is None:
+        return f"the package {tracker} is missing: pip install 'torchllm[{tracker}]'"
+    if not read_config(run_folder)["metrics"].get(tracker):
+        return f"{run_folder / RUN_CONFIG}: metrics.{tracker} names no project: write one there"
+    return ""
 
 
 def new_run_id() -> str:
@@ -142,8 +160,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--follow", type=int, metavar="PROCESS", help="until this process says that the run has ended")
     parser.add_argument("--environment", type=json.loads, default={}, help="facts of the machine, in JSON")
     options = parser.parse_args(arguments)
-    if not (options.run_folder / METRICS).exists():
-        parser.error(f"{options.run_folder / METRICS}: no such file; name a run folder")
+    if reason := why_unsent(options.run_folder, options.tracker):
+        parser.error(reason)
     ended = threading.Event()
     if options.follow is None:
         ended.set()
