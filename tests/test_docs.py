@@ -20,8 +20,10 @@ from tests import workers
 from tests.config.conftest import enter_empty_folder
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import SMALL, free_port, metrics, process_as_it_was
-from torchllm.config import Config, Training, schema
+from torchllm.config import Config, Model, Training, schema
 from torchllm.config.errors import UserError
+from torchllm.facts.parts.part import PartParameter
+from torchllm.facts.parts.registry import mixer
 from torchllm.models.decoder import build_model
 from torchllm.tools.config.idle import condition
 from torchllm.tools.config.load import load_config
@@ -172,6 +174,36 @@ def test_links_and_files_lead_somewhere() -> None:
             if not file.exists() or (anchor and anchor not in anchors(file)):
                 broken.append(f"{page.name}: {target}")
     assert broken == []
+
+
+def test_names_are_in_the_files_where_pages_look_for_them() -> None:
+    """Of the form `NAME` in `torchllm/FILE.py`, or of it, or with the file in parentheses."""
+    place = re.compile(r"`(\w+)` (?:of |in |\()`((?:torchllm|tests|docs|evidence|recipes)/[\w./]+\.py)`")
+    named = []
+    for page in PAGES:
+        prose = " ".join(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S).split())
+        named += [(page.name, name, file) for name, file in place.findall(prose)]
+    assert len(named) > 15
+    missing = [f"{page}: {name} in {file}" for page, name, file in named if not has_word(ROOT / file, name)]
+    assert missing == []
+
+
+def has_word(file: Path, word: str) -> bool:
+    return re.search(rf"\b{word}\b", file.read_text()) is not None
+
+
+def test_the_key_and_the_parameter_of_a_new_feature_are_the_library_s() -> None:
+    """The example of docs/add_a_model.md: norms of queries and keys."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add_a_model.md").read_text(), re.S)
+    _, key, declaration, style, _ = blocks
+    for block, file in ((key, "torchllm/config/schema.py"), (style, "torchllm/parallel/tensor.py")):
+        assert " ".join(block.split()) in " ".join((ROOT / file).read_text().split())
+    declared: PartParameter = eval(declaration, {"PartParameter": PartParameter})
+    with_norms = Model(qk_norm="head")
+    (of_library,) = (parameter for parameter in mixer(with_norms).parameters if parameter.name == declared.name)
+    assert declared.rule == of_library.rule
+    assert declared.shape(with_norms) == of_library.shape(with_norms) == (32,)
+    assert declared.shape(Model()) is None
 
 
 def test_drawings_are_up_to_date() -> None:
