@@ -253,7 +253,7 @@ class Model:
     delta_conv: Annotated[int, Bound(at_least=2), DELTA] = 4
     """tokens that the convolution of its queries, keys and values sees, the current one included"""
     delta_norm_epsilon: Annotated[NonNegative, DELTA] = 0.0
-    """norm_epsilon of the norm of its results; 0: the same"""
+    """norm_epsilon of the norm of its results; 0: model.norm_epsilon"""
     delta_negative: Annotated[bool, DELTA] = False
     """let a token negate the state's value for its key, not only forget it: negative eigenvalues (OLMo Hybrid)"""
     ffn: Count = 1024
@@ -309,7 +309,7 @@ class Model:
     vocab: Count = 264
     """rows of the embedding (V); at least the tokenizer's number of tokens"""
     vocab_padding: Natural = 0
-    """further rows, without a token, which the softmax ignores; with from_hf if parallel.tp does not divide vocab"""
+    """further rows without a token, which the softmax ignores; from_hf adds some if tp does not divide vocab"""
     tied_embeddings: bool = False
     """use the token embedding as the output projection too"""
     qkv_bias: Annotated[bool, Needs("a model.family whose matrices have no biases yet, as llama")] = False
@@ -353,7 +353,7 @@ class Model:
     sinks: bool = False
     """each query head has a sink: a learned number that joins the denominator of its softmax (gpt-oss)"""
     max_sequence_length: Count = 2048
-    """rows of the learned position table (gpt); the longest text that generate.py writes"""
+    """rows of the learned position table (gpt); longest text of generate.py, unless training.sequence_length is more"""
     rope_theta: Annotated[Positive, ROTARY] = 10000.0
     """base of the rotary frequencies"""
     rotary_fraction: Annotated[Fraction, ROTARY] = 1.0
@@ -633,7 +633,7 @@ class Source:
     revision: Annotated[str, OfKinds(("hub",))] = ""
     """commit, branch or tag of a hub data set; empty: its newest commit when it is first read"""
     weight: Positive = 1.0
-    """share of the sequences, relative to the other sources; with [[data.stage]], of those held out only"""
+    """share of the sequences, relative to the other sources; a [[data.stage]] may set other shares for training"""
     max_epochs: NonNegative = 0.0
     """passes over the source, then it leaves the mixture; 0: no limit"""
 
@@ -678,7 +678,7 @@ class Data:
     """how texts become sequences; concatenate: one after another, cut wherever a sequence ends; best_fit: whole, cut
     only if longer than a sequence, with a little padding that is not trained"""
     fim_rate: Fraction = 0.0
-    """share of the documents whose middle is trained after the suffix (fill-in-the-middle); a corpus has its own"""
+    """share of the documents whose middle is trained after the suffix (fill-in-the-middle); 0 with prepared tokens"""
     fim_style: Annotated[Literal["psm", "spm"], Needs("data.fim_rate over 0")] = "psm"
     """fill-in-the-middle: psm: prefix, suffix, middle; spm: suffix, then prefix and middle"""
     fim_tokens: Annotated[tuple[str, ...], Needs("data.fim_rate over 0")] = (
@@ -1119,7 +1119,7 @@ class Generate:
     output: FilePath = ""
     """new file for the texts, a line of JSON each: {"prompt": …, "answer": …}; empty: they are printed"""
     tokens: Count = 200
-    """tokens to write"""
+    """tokens to write, at most"""
     temperature: NonNegative = 0.8
     """sampling temperature; 0: always the likeliest token"""
     top_k: Annotated[Natural, Needs("generate.temperature over 0")] = 50
