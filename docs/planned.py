@@ -47,7 +47,8 @@ def planned(file: Path) -> str:
         text += "It is the first pick of `torchllm plan explain`."
     else:
         gain = 100 * (prediction.step / first.prediction.step - 1)
-        text += f"The first pick of `torchllm plan explain` ({first.layout.text()}) is {gain:.1f} % faster."
+        compared = f"{gain:.1f} % faster" if gain > 0 else f"{-gain:.1f} % slower"
+        text += f"The first pick of `torchllm plan explain` ({first.layout.text()}) is {compared}."
     return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False) + "\n"
 
 
