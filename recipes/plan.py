@@ -212,7 +212,7 @@ def counts(text: str) -> GpuCounts:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Search the best layouts; print, write and plot them as the options say."""
+    """Search the best layouts; print and write them as the options say."""
     model = read_of_fork(options.model, options.restrictions)
     hardware = read_hardware(options.cluster)
     if options.imbalance is not None and not model.config.model.experts:

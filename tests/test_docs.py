@@ -295,6 +295,16 @@ def test_fork_of_the_tutorial_trains(tmp_path: Path) -> None:
     assert losses[0] > 25  # cross entropy is near ln(264) = 5.6 at first, and log(Z)^2 near its square
 
 
+def test_the_observer_of_the_tutorial_forgets_norms_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    (_, observer) = code_of_section("An observer")
+    names: dict[str, Any] = {}
+    exec(observer, names)
+    watch = names["NormWatch"]()
+    for step, norm in enumerate((1.0, float("nan"), float("inf"), 4.0), 1):
+        watch.logged(step, {"grad_norm": norm})
+    assert capsys.readouterr().out == "step 4: gradient norm 4, usually 1\n"
+
+
 @pytest.mark.exhaustive  # by default its loss is computed, and other forks are proven: test_fork_pages.py
 def test_fork_of_the_tutorial_trains_the_same_model_with_tensor_parallelism(tmp_path: Path) -> None:
     """By `torchllm prove`."""

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,14 @@ bandwidth = 1e8
 efficiency = 0.8
 latency = 1e-6
 """
+
+
+def test_the_page_on_cluster_files_names_every_key_and_those_that_may_be_missing() -> None:
+    page = (Path(__file__).parents[3] / "docs/clusters.md").read_text().partition("\n## A file for your cluster\n")[2]
+    for key in fields(cluster.Hardware):
+        assert re.search(rf"`\[*{key.name}\]*`", page), key.name
+    optional = page.partition("Every key but ")[2].partition(" is required")[0]
+    assert set(re.findall(r"`\[?(\w+)\]?`", optional)) == set(cluster.OPTIONAL)
 
 
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

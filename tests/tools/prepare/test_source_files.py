@@ -24,6 +24,8 @@ from torchllm.tools.prepare.chosen_files import choose_files, source_files
 from torchllm.tools.prepare.formats.in_place import describe_in_place, token_files
 from torchllm.tools.prepare.hub_rows import raw_mib
 
+ROOT = Path(__file__).parents[3]
+
 
 def test_stdlib_is_this_interpreters() -> None:
     files = source_files(Source())
@@ -48,6 +50,19 @@ def test_a_folder_is_the_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFi
     (tmp_path / "b.folder").mkdir()
     source_files(Source(kind="jsonl", path=f"{tmp_path}/b*"))
     assert caplog.messages[1:] == [f"data.sources: 1 files in '{tmp_path}/b*'; 1 folders that match are not read"]
+
+
+def test_the_line_on_files_that_are_not_read_is_on_the_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.md", "c.toml", "d.toml", "e.csv", "runs/a/config.toml", "runs/a/metrics.jsonl"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("some text")
+    source_files(Source(kind="text", path="."))
+    (line,) = caplog.messages
+    assert f"`{line.removeprefix('data.sources: ')}`" in (ROOT / "docs/data.md").read_text()
 
 
 def test_a_folder_of_text_is_the_text_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
