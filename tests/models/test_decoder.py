@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.config.conftest import config_of
+from tests.config.test_inert import CONTRADICTED
 from torchllm.config import Config, Kinds, Model, Training
 from torchllm.config.applied_keys import unapplied
 from torchllm.config.errors import UserError
+from torchllm.facts.shapes import parameter_shapes
 from torchllm.models.block_mask import causal_block_mask
 from torchllm.models.cast import cast_parameters
 from torchllm.models.decoder import BlockInputs, Decoder, build_model
 from torchllm.parallel.initialize import initialize
+from torchllm.tools.proof.layouts import Settings
 
 pytestmark = pytest.mark.quick
 CPU = torch.device("cpu")
@@ -276,6 +280,23 @@ def test_what_a_model_is_built_with_is_applied() -> None:
 def test_a_block_that_is_not_registered_is_refused() -> None:
     with pytest.raises(UserError, match=r"model.block: 'unknown' is not registered"):
         build_model(replace(LLAMA, block="unknown"))
+
+
+@torch.no_grad()
+def test_a_key_that_is_said_to_do_nothing_changes_no_model() -> None:
+    """Such a key in a base file is a line, and the run goes on: as without it."""
+    small: Settings = {"model.layers": 1, "model.hidden": 32, "model.heads": 4, "model.ffn": 40, "model.vocab": 61}
+    for key, (value, idle, _) in CONTRADICTED.items():
+        if key.startswith("model.") and not any(setting.startswith("checkpoint.") for setting in idle):
+            plain, with_key = config_of({**small, **idle}).model, config_of({**small, **idle, key: value}).model
+            assert parameter_shapes(with_key) == parameter_shapes(plain), key
+            with torch.device("meta"):
+                decoders = build_model(plain), build_model(with_key)
+            for decoder, model in zip(decoders, (plain, with_key), strict=True):
+                initialize([decoder], model, CPU, seed=0)
+            first, second = (decoder(tokens(plain), positions()) for decoder in decoders)
+            assert torch.equal(first, second), key
+            assert decoders[0].state_dict().keys() == decoders[1].state_dict().keys(), key
 
 
 @pytest.mark.parametrize(("router_dtype", "dtype"), [("float32", torch.float32), ("compute", torch.bfloat16)])

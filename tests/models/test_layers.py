@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -149,6 +150,20 @@ def test_a_part_of_each_head_is_turned_as_a_narrower_head_is() -> None:
     (rotated_gradient,) = torch.autograd.grad(rotated, x, gradient)
     (expected_gradient,) = torch.autograd.grad(expected, x, gradient)
     assert torch.equal(rotated_gradient, expected_gradient)
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("yarn", 1.0), ("linear", 4.0), ("llama3", 4.0)])
+def test_factors_of_yarn_have_no_effect_without_its_scaling(
+    scaling: Literal["linear", "llama3", "yarn"], factor: float
+) -> None:
+    """As in a kind of blocks whose rope_scaling_factor is 1, under a model with YaRN."""
+    plain = Model(hidden=32, heads=2, rope_scaling=scaling, rope_scaling_factor=factor, rope_original_length=4)
+    with_factors = replace(plain, rope_attention_factor=1.5, rope_query_scale=0.5)
+    positions = torch.arange(8).unsqueeze(0)
+    expected, rotary = rotary_angles(plain, positions), rotary_angles(with_factors, positions)
+    assert torch.equal(rotary.cos, expected.cos)
+    assert torch.equal(rotary.sin, expected.sin)
+    assert rotary.query_scale is None
 
 
 NO_KERNELS = (torch.ops.aten.new_empty.default, torch.ops.aten.detach.default)

@@ -526,6 +526,11 @@ class Model:
         return (*widths, *[getattr(self, key) for key in ROPE_KEYS]) if self.has_rotary_positions else ()
 
     @property
+    def has_yarn(self) -> bool:
+        """Whether YaRN scales the rotary frequencies; without a factor over 1 its other keys have no effect."""
+        return self.rope_scaling == "yarn" and self.rope_scaling_factor > 1.0
+
+    @property
     def yarn_attention_factor(self) -> float:
         """YaRN's factor of rotated queries and keys (Peng et al. 2023, arXiv 2309.00071, section 3.4)."""
         return self.rope_attention_factor or 0.1 * math.log(self.rope_scaling_factor) + 1.0
@@ -543,7 +548,12 @@ class Model:
     @property
     def block_form(self) -> str:
         """The form of a block: where its norms are, or "scaled"."""
-        return "scaled" if self.block_scale else self.norm_position
+        return "scaled" if self.block_scale and self.norm_position == "both" else self.norm_position
+
+    @property
+    def offsets_norms(self) -> bool:
+        """Whether the weights of norms are added to 1: `norm_offset`, which other families do not have."""
+        return self.norm_offset and self.features.norm == "rms" and self.features.norm_weights
 
     @property
     def expert_width(self) -> int:

@@ -42,12 +42,12 @@ class Attention(Mixer):
         self.q_width_norm: nn.Module | None = None
         self.k_width_norm: nn.Module | None = None
         if model.qk_norm == "head":  # one weight for all heads, replicated over tp
-            options = model.norm_epsilon, model.norm_offset, model.features.norm_weights
+            options = model.norm_epsilon, model.offsets_norms, model.features.norm_weights
             self.q_norm = RMSNorm(model.head_width, *options)
             self.k_norm = RMSNorm(model.head_width, *options)
         elif model.qk_norm == "width":  # other names, because these weights are sharded over tp with the heads
-            self.q_width_norm = RMSNorm(q_width, model.norm_epsilon, model.norm_offset)
-            self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon, model.norm_offset)
+            self.q_width_norm = RMSNorm(q_width, model.norm_epsilon, model.offsets_norms)
+            self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon, model.offsets_norms)
         self.v_norm: nn.Module | None = None
         if model.v_norm:
             self.v_norm = RMSNorm(model.head_width, model.norm_epsilon, has_weight=False)

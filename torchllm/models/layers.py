@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
 def build_norm(model: Model) -> nn.Module:
     """Return the norm of the residual stream, by `model.features.norm`, with uninitialized weights."""
     if model.features.norm == "rms":
-        return RMSNorm(model.hidden, model.norm_epsilon, model.norm_offset, model.features.norm_weights)
+        return RMSNorm(model.hidden, model.norm_epsilon, model.offsets_norms, model.features.norm_weights)
     norm: nn.Module = found("torchllm.models.gpt_layers:LayerNorm")(model.hidden, model.norm_epsilon)
     return norm
 
@@ -163,11 +163,11 @@ def rotary_angles(model: Model, positions: Tensor) -> Rotary:
     angles = positions.unsqueeze(-1).float() * rotary_frequencies(model, positions.device)
     angles = angles.unsqueeze(2)  # the same for all heads
     cos, sin = angles.cos(), angles.sin()
-    if model.rope_scaling == "yarn":
+    if model.has_yarn:
         factor = model.yarn_attention_factor
         cos, sin = cos * factor, sin * factor
     rotary = Rotary(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
-    if not model.rope_query_scale:
+    if not (model.has_yarn and model.rope_query_scale):
         return rotary
     lengths = (positions // model.rope_original_length).float()
     return rotary._replace(query_scale=(1.0 + model.rope_query_scale * lengths.log1p())[..., None, None])

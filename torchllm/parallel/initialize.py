@@ -64,7 +64,7 @@ def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     local = local_tensor(parameter)
     _, start, role = rule_of(name)
     if start == "identity":
-        start = "zeros" if model.norm_offset else "ones"
+        start = "zeros" if model.offsets_norms else "ones"
     if start in ("ones", "zeros"):
         local.fill_(float(start == "ones"))
         return

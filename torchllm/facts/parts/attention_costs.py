@@ -11,13 +11,14 @@ def costs_of_attention(view: Model, share: RankShare) -> MixerCosts:
     has_ulysses = share.cp > 1 and not share.ring
     normed = (queries + keys) * (view.qk_norm != "none")
     has_weights = view.features.norm_weights
+    scales_queries = view.has_yarn and view.rope_query_scale > 0
     return MixerCosts(
         inputs=queries + 2 * keys,
         results=queries,
         kept=2.0 * queries * has_ulysses,  # the results in both arrangements
         heads=view.heads / share.tp,
         turned=(queries + keys) * view.has_rotary_positions,
-        copied=(queries + keys) * (1.5 if view.rope_interleaved else 1.0) + queries * (view.rope_query_scale > 0),
+        copied=(queries + keys) * (1.5 if view.rope_interleaved else 1.0) + queries * scales_queries,
         normed=normed * has_weights,
         normed_without_weight=keys * view.v_norm + normed * (not has_weights),
         gated=queries * (view.attention_gate != "none"),

@@ -32,7 +32,7 @@ NORMS = {
 """norms of a block before its mixer, between mixer and feed-forward layer, and after it, by model.norm_position"""
 
 
-BUFFERS = (PartBuffer("layer_scalar", lambda view: (1,) if view.block_scale else None, start=1.0),)
+BUFFERS = (PartBuffer("layer_scalar", lambda view: (1,) if view.block_form == "scaled" else None, start=1.0),)
 """of a block, in addition to its parts'"""
 
 
@@ -65,7 +65,7 @@ def feed_forward(view: Model) -> BlockPart:
     """Return the feed-forward layer of a view's blocks."""
     if not view.experts:
         return _of_library("dense")
-    return _of_library("experts_beside" if view.dense_beside else "experts")
+    return _of_library("experts_beside" if view.dense_beside and view.norm_position == "both" else "experts")
 
 
 def _of_library(name: str) -> BlockPart:

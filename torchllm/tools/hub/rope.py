@@ -251,7 +251,7 @@ def read_softmax_scale(fields: Fields, head_width: int) -> float:
 
 def write_softmax_scale(model: Model) -> dict[str, float]:
     """Return the fields of YaRN's table for model.softmax_scale in such a family; rounded, so that 1 comes back."""
-    if not (model.softmax_scale and model.rope_scaling == "yarn" and model.rope_scaling_factor > 1.0):
+    if not (model.softmax_scale and model.has_yarn):
         return {}
     slope = 0.1 * math.log(model.rope_scaling_factor)
     of_all = math.sqrt(model.softmax_scale * math.sqrt(model.head_width))

@@ -213,13 +213,13 @@ def fuses_norm(model: Model, kernels: Kernels) -> bool:
 
 def keeps_input_of_norm(model: Model, kernels: Kernels) -> bool:
     """Return whether a norm of the residual stream keeps its input alone."""
-    return fuses_norm(model, kernels) or model.norm_offset
+    return fuses_norm(model, kernels) or model.offsets_norms
 
 
 def keeps_input_of_qk_norm(model: Model, piece: Piece, kernels: Kernels) -> bool:
     """Return whether norms of q and k keep their inputs alone."""
     is_cut = model.qk_norm == "width" and piece.tp > 1
-    return kernels.fuses_qk_norm(model, piece.tp) or (model.norm_offset and not is_cut)
+    return kernels.fuses_qk_norm(model, piece.tp) or (model.offsets_norms and not is_cut)
 
 
 def _norm_bytes(keeps_input: bool, has_weight: bool = True) -> float:

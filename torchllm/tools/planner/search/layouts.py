@@ -117,7 +117,7 @@ def kernels_of(model: Model, compile: Compile, software: Software, hardware: Har
     """
     compiled = compile.block is True
     attention = kernel_of_attention(model, software)
-    fused_norm = (hardware.is_gpu and not model.norm_offset) or compile.norm or compiled
+    fused_norm = (hardware.is_gpu and not model.offsets_norms) or compile.norm or compiled
     return Kernels(attention, fused_norm, compiled, compiled_loss=compile.loss is True, graphs=compile.graphs)
 
 
