@@ -220,6 +220,7 @@ def test_a_key_of_a_kind_is_asked_for_in_its_kind_and_a_key_of_all_in_any() -> N
         config_of({**KINDS, **mixture, "model.kinds": Kinds(a={}, b={"experts": 0, "expert_ffn": 9})})
     )
     assert found.key == "model.kinds.b.expert_ffn"
+    assert contradictions(config_of({**KINDS, "model.mtp_depth": 1, "model.mtp_weight": 0.5})) == []
 
 
 def test_a_key_of_the_model_that_every_kind_has_by_itself_is_told(

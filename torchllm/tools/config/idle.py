@@ -94,7 +94,8 @@ def keys_of_other_recipes(config: Config, is_finetuning: bool) -> list[IdleKey]:
 
 
 def _unmet(config: Config, kind: str) -> Iterator[IdleKey]:
-    of_kinds = list(config.of_kinds.values())
+    depth = config.model.mtp_depth  # of the whole model, which a kind does not have
+    of_kinds = [replace(of, model=replace(of.model, mtp_depth=depth)) for of in config.of_kinds.values()]
     for item in fields(config):
         section = getattr(config, item.name)
         if not is_dataclass(section):  # a fork's key without a section
