@@ -16,6 +16,7 @@ from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.average import EMA, WeightAverage
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.parallel.fsdp import free_gathered
 from torchllm.parallel.initialize import initialize
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS, load_weights
 
@@ -41,8 +42,8 @@ LAYOUTS = [SHARDED, PIPELINE, NARROW, HOST]
 
 
 class Run(Trainer):
-    def __init__(self, settings: Settings, folder: Path | None = None) -> None:
-        super().__init__(tiny({**SMALL, **settings}))
+    def __init__(self, settings: Settings, folder: Path | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(tiny({**SMALL, **settings}), dtype)
         optimizer = self.config.optimizer
         self.average = WeightAverage(self.stages, optimizer.ema_decay, optimizer.ema_offload)
         self.average.follow(self.optimizer)
@@ -150,6 +151,31 @@ def test_averages_are_rounded_in_place_of_weights_in_bfloat16_and_stay() -> None
 
 def test_averages_on_the_host_are_copied_in_place_of_weights_and_stay() -> None:
     assert run(averaged_copies, 2, HOST) == [0, 0]
+
+
+FLOAT8: Settings = {
+    **{"parallel.dp_shard": 2, "training.dtype": "bfloat16", "float8.recipe": "tensorwise"},
+    **{"model.hidden": 64, "training.micro_batch_size": 4},
+}
+"""the weights are gathered in 8 bits, by a scale that is computed when they change"""
+
+
+def losses_of_averages(settings: Settings) -> list[float]:
+    """Return the loss of the averages, where they are beside the weights and where they are on another device."""
+    trained = Run(settings, dtype=torch.bfloat16)
+    trained.take(1, STEPS)
+    losses = []
+    for is_like_weight in (True, False):
+        vars(trained.average)["_is_like_weight"] = lambda name, is_like=is_like_weight: is_like
+        with trained.average.in_place_of_weights(True):
+            losses.append(trained.forward_backward.loss_sum(trained.batches(1)[0]).item())
+        free_gathered(trained.stages)
+    return losses
+
+
+def test_averages_on_the_host_are_gathered_in_8_bits_by_their_own_scales() -> None:
+    for beside, apart in run(losses_of_averages, 2, FLOAT8):
+        assert apart == beside
 
 
 def test_without_a_decay_there_is_none() -> None:

@@ -119,11 +119,13 @@ class WeightAverage:
         former = {name: self._copy_of_weight(name) for name in unlike}
         self._swap()
         self._fill({name: local_tensor(self.tensors[name]) for name in unlike})
+        self._scale()
         try:
             yield
         finally:
             self._fill(former)
             self._swap()
+            self._scale()
 
     def _is_like_weight(self, name: str) -> bool:
         """Return whether an average has the dtype of its weight, and is on the same device."""
@@ -152,6 +154,9 @@ class WeightAverage:
             former_weight = local_tensor(self.weights[name][0]).clone()
             self._fill({name: local})
             local.copy_(former_weight)
+
+    def _scale(self) -> None:
+        """Compute the scales of weights that FSDP gathers as float8. Call it when all of the weights are replaced."""
         if any(is_gathered_as_float8(weight) for copies in self.weights.values() for weight in copies):
             scale_gathered_weights(self.stages)
 
