@@ -76,6 +76,8 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         [],
     ),
+    ({"model.base_width": 256, "model.tied_embeddings": True}, None, []),  # as wide as the model
+    ({"model.base_width": 64, "optimizer.name": "sgd"}, None, ["model.base_width"]),
     ({"compile.norm": True, "model.family": "gpt"}, None, ["compile.norm"]),
     ({"compile.norm": True}, None, []),
     ({"schedule.warmup_steps": 1001}, None, ["schedule.warmup_steps"]),

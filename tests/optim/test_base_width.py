@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.optim.test_optimizer import ROLES
 from tests.parity import SHORT, compare, tiny, train_config
 from tests.tiny_run import ROOT
 from tests.workers import run
@@ -111,16 +112,6 @@ def test_the_same_for_other_models(name: str) -> None:
         assert max(sizes) / min(sizes) < MOST_SPREAD, (place, sizes)
 
 
-OF_ROLES = Optimizer(
-    learning_rate=0.5,
-    weight_decay=0.25,
-    embedding_rate=0.5,
-    embedding_decay=2.0,
-    head_rate=0.25,
-    head_decay=0.5,
-    vector_rate=3.0,
-    vector_decay=0.125,
-)
 FACTORS_AT_4 = {
     # standard deviation, learning rate and weight decay of a model four times as wide as its base, by hand
     "embed_tokens.weight": (1.0, 0.5, 0.5),
@@ -147,7 +138,7 @@ def test_each_role_has_its_factors() -> None:
     sparse = {"experts": 4, "expert_ffn": 8, "shared_experts": 1, "shared_gate": True}
     for model in (replace(SMALL, family="gpt"), replace(SMALL, **sparse)):  # type: ignore[arg-type]
         base, wide = parameters_of(model), built(replace(model, base_width=4))
-        groups = build_optimizer([wide], OF_ROLES).param_groups
+        groups = build_optimizer([wide], ROLES).param_groups
         found = {id(value): group for group in groups for value in group["params"]}
         for name, value in wide.named_parameters():
             if name in FACTORS_AT_4:
@@ -164,7 +155,7 @@ def test_a_model_as_wide_as_its_base_is_the_same_without_the_key() -> None:
         groups, weights = [], []
         for base_width in (0, model.hidden):
             decoder = built(replace(model, base_width=base_width))
-            found = build_optimizer([decoder], OF_ROLES).param_groups
+            found = build_optimizer([decoder], ROLES).param_groups
             groups.append([(group["learning_rate_factor"], group["weight_decay"]) for group in found])
             weights.append([value.detach().view(torch.int32) for value in decoder.parameters()])
         assert groups[0] == groups[1]
@@ -180,30 +171,6 @@ def test_layouts_train_as_one_process(layout: Settings) -> None:
     without = run(train_config, 1, with_settings(config, {"model.base_width": 0}), False)[0]
     with pytest.raises(AssertionError):  # the key changes what is compared
         compare(trained, without)
-
-
-def messages(settings: Settings) -> list[str]:
-    return [
-        f"{'.'.join(problem.path)} {problem.message}" for problem in setting_problems(with_settings(WIDE, settings))
-    ]
-
-
-WIDE = Config(model=Model(hidden=256, base_width=64))
-
-
-def test_what_has_no_rule_is_refused() -> None:
-    tied: Settings = {"model.tied_embeddings": True}
-    assert messages({}) == messages({**tied, "model.logit_divisor": 4.0}) == []
-    assert messages({**tied, "model.base_width": 256}) == messages({**tied, "model.base_width": 0}) == []
-    for settings, begin, cure in (
-        ({"optimizer.name": "muon"}, "model.base_width has the rules of AdamW, not of muon", 'name = "adamw"'),
-        ({"optimizer.name": "sgd"}, "model.base_width has the rules of AdamW, not of sgd", 'name = "adamw"'),
-        ({"lora.rank": 4}, "model.base_width has no rule for low-rank updates", "or lora.rank to 0"),
-        (tied, "model.logit_divisor ", "set it to 4.0, or model.tied_embeddings to false"),
-    ):
-        (message,) = messages(settings)
-        assert message.startswith(begin)
-        assert cure in message
 
 
 def test_an_export_does_not_know_the_key() -> None:

@@ -19,6 +19,7 @@ from tests import parity
 from tests.optim.test_optimizer import RATES, give_gradients, train
 from tests.parity import Settings, tiny, whole
 from tests.workers import run
+from torchllm.checkpoint.state import optimizer_tensors
 from torchllm.config import Config, Kinds, Model, Optimizer, Parallel
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder
@@ -62,30 +63,35 @@ def build(settings: Settings, of: Model = MODEL) -> list[Decoder]:
     return parity.build(with_settings(Config(model=of, parallel=Parallel(dp_shard=1)), settings))[1]
 
 
-def trained(settings: Settings, model: Model) -> dict[str, np.ndarray]:
-    """Return the whole matrices of this rank's stages and their momenta, by name."""
+def trained(settings: Settings, model: Model, optimizer: Optimizer) -> dict[str, np.ndarray]:
+    """Return the whole matrices of this rank's stages and their states, by name."""
     stages = build(settings, model)
-    optimizer = train(stages, MUON)
-    tensors = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            if rule_of(canonical_name(name)).role == "matrix":
-                tensors[canonical_name(name)] = whole(parameter)
-                tensors[f"momentum of {canonical_name(name)}"] = whole(optimizer.state[parameter]["momentum_buffer"])
-    return tensors
+    trained_by = train(stages, optimizer)
+    tensors = {canonical_name(name): weight for stage in stages for name, weight in stage.named_parameters()}
+    tensors = {name: weight for name, weight in tensors.items() if rule_of(name).role == "matrix"}
+    for key, state in optimizer_tensors(stages, trained_by).items():
+        if key.removeprefix("optimizer.").rpartition(".")[0] in tensors:
+            tensors[key] = state
+    return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def check_layout(settings: Settings, model: Model, optimizer: Optimizer) -> dict[str, np.ndarray]:
+    """Compare a layout with one process, whose tensors are returned, to the bit."""
+    (expected,) = run(trained, 1, {}, model, optimizer)
+    names: set[str] = set()
+    for of_rank in run(trained, tiny(settings).parallel.ranks, settings, model, optimizer):
+        names |= of_rank.keys()
+        for tensor, value in of_rank.items():
+            np.testing.assert_array_equal(value, expected[tensor], tensor)
+    assert names == expected.keys()
+    return expected
 
 
 @pytest.mark.parametrize("name", SAME_STEPS)
 def test_from_the_same_gradients_a_layout_takes_the_same_step_to_the_bit(name: str) -> None:
     model, settings = SAME_STEPS[name]
-    (expected,) = run(trained, 1, {}, model)
-    assert any(name.startswith("momentum of layers.1.mlp") for name in expected)
-    names: set[str] = set()
-    for of_rank in run(trained, tiny(settings).parallel.ranks, settings, model):
-        names |= of_rank.keys()
-        for tensor, value in of_rank.items():
-            np.testing.assert_array_equal(value, expected[tensor], tensor)
-    assert names == expected.keys()
+    names = check_layout(settings, model, MUON)
+    assert any(name.startswith("optimizer.layers.1.mlp") and name.endswith(".momentum_buffer") for name in names)
 
 
 def test_each_expert_is_a_matrix_of_its_own() -> None:

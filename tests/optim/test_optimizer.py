@@ -33,6 +33,8 @@ OPTIMIZERS = {
     "sgd-momentum": Optimizer(name="sgd", learning_rate=0.1, momentum=0.8, weight_decay=0.3),
 }
 MUON = Optimizer(name="muon", learning_rate=0.1, weight_decay=0.3)
+DENSE = Model(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=128, vocab=13)
+"""rows of all its matrices are blocks of 32"""
 RATES = [0.1, 0.05, 0.1, 0.02, 0.08]
 SKIPPED = 2  # index of a step that is not finite
 DECAYED = ("embed_tokens.weight", "lm_head.weight", "_proj.weight")
@@ -57,6 +59,12 @@ def give_gradients(stages: Iterable[nn.Module], step: int, factor: float = 1.0) 
         for name, parameter in stage.named_parameters():
             values = (gradient(canonical_name(name), parameter.shape, step) * factor).to(parameter.dtype)
             parameter.grad = shard_like(parameter, values) if isinstance(parameter, DTensor) else values
+
+
+def take_steps(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        give_gradients(stages, step)
+        apply_if_finite(optimizer, 0.1, torch.tensor(True))
 
 
 def shard_like(parameter: DTensor, values: Tensor) -> DTensor:
@@ -150,6 +158,12 @@ def test_parameters_are_those_of_torch(ranks: int) -> None:
             got = torch.from_numpy(parameters[name][parameter])
             # five updates of size 0.1 at most, each good to float32's 6e-8 a few times over
             torch.testing.assert_close(got, value, rtol=1e-6, atol=1e-6, msg=f"{name} {parameter}")
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_a_step_that_is_not_finite_changes_no_bit_of_rounded_moments(state_dtype: Any) -> None:
+    """With a momentum that is rounded: tests/optim/test_rounded_muon.py."""
+    train([plain(DENSE)], replace(OPTIMIZERS["adamw"], state_dtype=state_dtype))
 
 
 def test_state_exists_from_the_start_and_weights_are_untouched() -> None:

@@ -1,22 +1,21 @@
 """Moments in bfloat16: without bias, equal in every layout, and bitwise the same after a resume."""
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.optim.test_optimizer import MODEL, give_gradients, plain
+from tests.optim.test_optimizer import MODEL, plain, take_steps
 from tests.parity import build, whole
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.state import optimizer_tensors
-from torchllm.config import Checkpoint, Config, Optimizer, Parallel, Run
+from torchllm.config import Checkpoint, Config, Model, Optimizer, Parallel, Run
 from torchllm.config.applied_keys import new_training
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder
@@ -24,6 +23,7 @@ from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.rounded import RoundedAdamW, RoundedState, round_stochastically
 
 ROUNDED = Optimizer(learning_rate=0.1, beta2=0.999, weight_decay=0.3, state_dtype="bfloat16")
+FLOAT32_WEIGHTS = ("float32", "float32")
 LAYOUTS = {
     "fsdp": Parallel(dp_shard=4),
     "tp": Parallel(dp_shard=2, tp=2),
@@ -69,12 +69,6 @@ def test_small_updates_are_not_lost() -> None:
     assert float(stochastic.mean()) == pytest.approx(2.0, abs=0.012)
 
 
-def take_steps(stages: Sequence[Decoder], optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        give_gradients(stages, step)
-        apply_if_finite(optimizer, 0.1, torch.tensor(True))
-
-
 def named(stages: Sequence[Decoder]) -> dict[str, Tensor]:
     return {canonical_name(name): value for stage in stages for name, value in stage.named_parameters()}
 
@@ -105,36 +99,33 @@ def test_every_layout_rounds_equally(name: str) -> None:
         )
 
 
-def test_a_step_that_is_not_finite_changes_no_bit() -> None:
-    model = plain()
-    optimizer = build_optimizer([model], ROUNDED)
-    take_steps([model], optimizer, range(2))
-    before = [value.clone() for value in optimizer_tensors([model], optimizer).values()]
-    give_gradients([model], 2, math.nan)
-    apply_if_finite(optimizer, 0.1, torch.tensor(False))
-    assert all(map(torch.equal, before, optimizer_tensors([model], optimizer).values()))
+def resumed_as(
+    before: Optimizer, after: Optimizer, folder: Path, model: Model = MODEL, dtypes: Sequence[Any] = FLOAT32_WEIGHTS
+) -> list[tuple[Decoder, torch.optim.Optimizer]]:
+    """Save after two steps with the first settings, and resume with the others; return both models with their
+    optimizers. dtypes: of the weights."""
+    results: list[tuple[Decoder, torch.optim.Optimizer]] = []
+    for settings, dtype in zip((before, after), dtypes, strict=True):
+        decoder = plain(model, dtype)
+        optimizer = build_optimizer([decoder], settings)
+        checkpoints = Checkpointer(Checkpoint(), folder, [decoder], optimizer)
+        if not results:
+            take_steps([decoder], optimizer, range(2))
+            checkpoints.save(2, {})
+        else:
+            assert checkpoints.resume() is not None
+        checkpoints.close()
+        results.append((decoder, optimizer))
+    return results
 
 
 def test_a_run_may_change_the_dtype_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for before, after in (
-        (ROUNDED, replace(ROUNDED, state_dtype="float32")),
-        (replace(ROUNDED, state_dtype="float32"), ROUNDED),
-    ):
-        folder = tmp_path / after.state_dtype
-        states = []
-        for settings in (before, after):
-            model = plain()
-            optimizer = build_optimizer([model], settings)
-            checkpoints = Checkpointer(Checkpoint(), folder, [model], optimizer)
-            if settings is before:
-                take_steps([model], optimizer, range(2))
-                checkpoints.save(2, {})
-            else:
-                caplog.set_level(logging.WARNING)
-                assert checkpoints.resume() is not None
-                assert f"torch.{before.state_dtype} to torch.{after.state_dtype}" in caplog.text
-            checkpoints.close()
-            states.append(optimizer_tensors([model], optimizer))
+    caplog.set_level(logging.WARNING)
+    pair = (ROUNDED, replace(ROUNDED, state_dtype="float32"))
+    for before, after in (pair, pair[::-1]):
+        resumed = resumed_as(before, after, tmp_path / after.state_dtype)
+        assert f"torch.{before.state_dtype} to torch.{after.state_dtype}" in caplog.text
+        states = [optimizer_tensors([model], optimizer) for model, optimizer in resumed]
         for key, value in states[0].items():
             assert torch.equal(value.to(states[1][key].dtype), states[1][key]), key
 
@@ -159,21 +150,11 @@ def test_small_updates_of_weights_are_not_lost() -> None:
 
 def test_a_run_may_change_the_dtype_of_its_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    dtypes, exact = ("float32", "bfloat16"), replace(ROUNDED, state_dtype="float32")
     for before, after in (dtypes, dtypes[::-1]):
-        models = []
-        for dtype in (before, after):
-            model = plain(weights_dtype=dtype)
-            optimizer = build_optimizer([model], replace(ROUNDED, state_dtype="float32"))
-            checkpoints = Checkpointer(Checkpoint(), tmp_path / after, [model], optimizer)
-            if not models:
-                take_steps([model], optimizer, range(2))
-                checkpoints.save(2, {})
-            else:
-                assert checkpoints.resume() is not None
-                assert f"torch.{before} to torch.{after}" in caplog.text
-            checkpoints.close()
-            models.append(named([model]))
+        resumed = resumed_as(exact, exact, tmp_path / after, dtypes=(before, after))
+        assert f"torch.{before} to torch.{after}" in caplog.text
+        models = [named([model]) for model, _ in resumed]
         for name, weight in models[0].items():
             assert torch.equal(weight.to(models[1][name].dtype), models[1][name]), name
 
@@ -184,9 +165,7 @@ def test_bits_depend_on_the_seed_of_the_run() -> None:
         model = plain()
         with new_training(Config(run=Run(seed=seed))):
             optimizer = build_optimizer([model], ROUNDED)
-        for step in range(2):
-            give_gradients([model], step)
-            optimizer.step()
+        take_steps([model], optimizer, range(2))
         moments.append(optimizer_tensors([model], optimizer)["optimizer.embed_tokens.weight.exp_avg"])
     assert torch.equal(moments[0], moments[1])
     assert not torch.equal(moments[0], moments[2])

@@ -5,79 +5,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests import parity
-from tests.optim.test_optimizer import give_gradients, plain, train
-from tests.parity import Settings, tiny, whole
-from tests.workers import run
-from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.state import optimizer_tensors
-from torchllm.config import Checkpoint, Config, Model, Optimizer, Parallel
-from torchllm.facts.parameters import canonical_name, rule_of
-from torchllm.models.decoder import Decoder
+from tests.optim.test_muon import MUON, check_layout
+from tests.optim.test_optimizer import DENSE, give_gradients, plain
+from tests.optim.test_rounded import resumed_as
+from tests.parity import Settings
+from torchllm.config import Model
 from torchllm.optim.eightbit import EightBitState
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.rounded_muon import RoundedMuon
-from torchllm.tools.proof.layouts import with_settings
 
-MODEL = Model(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=128, vocab=16)
-EXPERTS = replace(MODEL, experts=6, expert_ffn=64, dense_layers=1)
-MUON = Optimizer(name="muon", learning_rate=0.1, weight_decay=0.3)
+EXPERTS = replace(DENSE, experts=6, expert_ffn=64, dense_layers=1)
 DTYPES: tuple[Literal["bfloat16", "int8"], ...] = ("bfloat16", "int8")
 LAYOUTS: dict[str, tuple[Model, Settings]] = {
-    "fsdp2xtp2": (MODEL, {"parallel.dp_shard": 2, "parallel.tp": 2}),
-    "pp2xfsdp2": (MODEL, {"parallel.pp": 2, "parallel.dp_shard": 2}),
+    "fsdp2xtp2": (DENSE, {"parallel.dp_shard": 2, "parallel.tp": 2}),
+    "pp2xfsdp2": (DENSE, {"parallel.pp": 2, "parallel.dp_shard": 2}),
     # 6 experts on 2 ranks, which divide the matrices of each; and 3 experts of a rank along the hidden states
     "experts fsdp2xtp2": (EXPERTS, {"parallel.dp_shard": 2, "parallel.tp": 2}),
     "experts fsdp4+ep2": (EXPERTS, {"parallel.dp_shard": 4, "parallel.ep": 2}),
 }
 
 
-def build(model: Model, settings: Settings) -> list[Decoder]:
-    return parity.build(with_settings(Config(model=model, parallel=Parallel(dp_shard=1)), settings))[1]
-
-
-def trained(model: Model, settings: Settings, optimizer: Optimizer) -> dict[str, np.ndarray]:
-    """Return the whole matrices of this rank's stages and their states, by name."""
-    stages = build(model, settings)
-    trained_by = train(stages, optimizer)
-    tensors = {canonical_name(name): weight for stage in stages for name, weight in stage.named_parameters()}
-    tensors = {name: weight for name, weight in tensors.items() if rule_of(name).role == "matrix"}
-    for key, state in optimizer_tensors(stages, trained_by).items():
-        if key.removeprefix("optimizer.").rpartition(".")[0] in tensors:
-            tensors[key] = state
-    return {name: whole(tensor) for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize("state_dtype", DTYPES)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_rounds_momenta_equally_to_the_bit(name: str, state_dtype: Any) -> None:
     model, settings = LAYOUTS[name]
-    optimizer = replace(MUON, state_dtype=state_dtype)
-    (expected,) = run(trained, 1, model, {}, optimizer)
-    assert ("optimizer.layers.1.self_attn.q_proj.weight.momentum_buffer_scale" in expected) == (state_dtype == "int8")
-    names: set[str] = set()
-    for of_rank in run(trained, tiny(settings).parallel.ranks, model, settings, optimizer):
-        names |= of_rank.keys()
-        for tensor, value in of_rank.items():
-            np.testing.assert_array_equal(value, expected[tensor], tensor)
-    assert names == expected.keys()
-
-
-@pytest.mark.parametrize("state_dtype", DTYPES)
-def test_a_step_that_is_not_finite_changes_no_bit(state_dtype: Any) -> None:
-    model = plain(MODEL)
-    optimizer = build_optimizer([model], replace(MUON, state_dtype=state_dtype))
-    for step, is_finite in ((0, True), (1, False)):
-        before = {key: value.clone() for key, value in optimizer_tensors([model], optimizer).items()}
-        give_gradients([model], step, 1.0 if is_finite else math.nan)
-        apply_if_finite(optimizer, 0.1, torch.tensor(is_finite))
-        after = optimizer_tensors([model], optimizer)
-        assert all(torch.equal(before[key], value) for key, value in after.items()) == (not is_finite)
+    names = check_layout(settings, model, replace(MUON, state_dtype=state_dtype))
+    assert ("optimizer.layers.1.self_attn.q_proj.weight.momentum_buffer_scale" in names) == (state_dtype == "int8")
 
 
 def momentum(optimizer: Any, state: dict[str, Tensor]) -> Tensor:
@@ -90,7 +47,7 @@ def test_momenta_are_those_of_float32_on_average(state_dtype: Any) -> None:
     """Rounded at random: over the elements the error is the rounding's, and its mean is 0."""
     momenta = []
     for dtype in ("float32", state_dtype):
-        model = plain(MODEL)
+        model = plain(DENSE)
         optimizer = build_optimizer([model], replace(MUON, state_dtype=dtype))
         for step in range(4):
             give_gradients([model], step)
@@ -106,7 +63,7 @@ def test_a_momentum_without_blocks_is_the_one_of_float32() -> None:
     """int8 keeps float32 where rows are no multiple of 32."""
     momenta = []
     for dtype in ("float32", "int8"):
-        model = plain(replace(MODEL, hidden=48, ffn=80))
+        model = plain(replace(DENSE, hidden=48, ffn=80))
         optimizer = build_optimizer([model], replace(MUON, state_dtype=dtype))
         for step in range(3):
             give_gradients([model], step)
@@ -137,19 +94,10 @@ def test_the_roundings_of_each_step_are_others() -> None:
     "dtypes", [("float32", "int8"), ("int8", "float32"), ("bfloat16", "int8"), ("float32", "bfloat16")]
 )
 def test_a_run_may_change_the_dtype_of_its_momentum(dtypes: Any, tmp_path: Path) -> None:
-    momenta = []
-    for dtype in dtypes:
-        model = plain(MODEL)
-        optimizer = build_optimizer([model], replace(MUON, state_dtype=dtype))
-        checkpoints = Checkpointer(Checkpoint(), tmp_path, [model], optimizer)
-        if not momenta:
-            for step in range(2):
-                give_gradients([model], step)
-                apply_if_finite(optimizer, 0.1, torch.tensor(True))
-            checkpoints.save(2, {})
-        else:
-            assert checkpoints.resume() is not None
-        checkpoints.close()
-        momenta.append(momentum(optimizer, optimizer.state[model.get_parameter("layers.0.mlp.gate_proj.weight")]))
+    before, after = (replace(MUON, state_dtype=dtype) for dtype in dtypes)
+    momenta = [
+        momentum(optimizer, optimizer.state[model.get_parameter("layers.0.mlp.gate_proj.weight")])
+        for model, optimizer in resumed_as(before, after, tmp_path, DENSE)
+    ]
     largest = float(momenta[0].abs().max())
     torch.testing.assert_close(momenta[1], momenta[0], rtol=0.0, atol=0.02 * largest)
