@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.operations import Operations
+from tests.parallel import tiers
 from tests.parallel.test_context import DOCUMENTS as WITH_DOCUMENTS
 from tests.parallel.test_context import RING2, ULYSSES2
 from tests.parallel.test_ring import DOCUMENTS, LENGTH, part_of
@@ -188,43 +189,22 @@ def test_selective_recomputation_sends_and_scans_nothing_again(method: str) -> N
         assert plain.scans == selective.scans == 1
 
 
-DELTA: Settings = {"model.mixer": "gated_delta", "model.delta_key_dim": 6, "model.delta_value_dim": 10}
 MIXED: Settings = {
-    **DELTA,
-    "model.mixer": "attention",
-    "model.layers": 3,
+    **{"model.delta_key_dim": 6, "model.delta_value_dim": 10, "model.layers": 3},
     "model.pattern": ("recurrent", "recurrent", "full"),
     "model.kinds": {"recurrent": {"mixer": "gated_delta"}, "full": {}},
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [{**RING2, **WITH_DOCUMENTS}, {"parallel.tp": 2, "parallel.sequence_parallel": True}], ids=str
-)
-def test_layouts_train_the_same_model(layout: Settings) -> None:
-    check({**FEW, **MIXED, **layout})
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "layout",
+@tiers.train(
+    [{**RING2, **WITH_DOCUMENTS}, {"parallel.tp": 2, "parallel.sequence_parallel": True}],
     [
-        {**RING2, "parallel.cp": 4, **WITH_DOCUMENTS},
-        {**ULYSSES2, **WITH_DOCUMENTS},
-        {**RING2, "recompute.mode": "selective"},
         {**ULYSSES2, "recompute.mode": "selective_half"},
-        {**RING2, "parallel.tp": 2, "parallel.sequence_parallel": True, **WITH_DOCUMENTS},
         {"compile.block": True, **WITH_DOCUMENTS},
         {"compile.block": True, "parallel.tp": 2, "recompute.mode": "selective"},
     ],
-    ids=str,
+    FEW,
 )
-def test_other_layouts(layout: Settings) -> None:
-    check({**MIXED, **layout})
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("method", [{}, RING2, ULYSSES2], ids=str)
-def test_models_without_attention(method: Settings) -> None:
-    """With documents: the sum that is the gradient of A_log cancels in one block of this batch without them."""
-    check({**DELTA, **WITH_DOCUMENTS, **method})
+def test_layouts_train_the_same_model(settings: Settings) -> None:
+    """The lattice has others, and models without attention."""
+    check({**MIXED, **settings})

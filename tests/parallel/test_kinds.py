@@ -6,10 +6,10 @@ Kinds by hand, block for block: tests/models/test_decoder.py. Compiled ones: tes
 from functools import partial
 from unittest import mock
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.parallel import tiers
 from tests.parity import FEW, Settings, check, tiny
 from torchllm.config import Kinds
 from torchllm.models.decoder import Decoder, build_model
@@ -39,17 +39,8 @@ OTHER_SHAPES: Settings = {
 }
 """kinds with other matrices, norms and kernels, and experts in one kind alone"""
 DOCUMENTS: Settings = {"data.document_mask": True}
+ULYSSES: Settings = {"parallel.cp": 2, "parallel.cp_method": "ulysses", **DOCUMENTS}
 BY_DEFAULT: dict[str, Settings] = {
-    "tensor and sequence parallel": {"parallel.tp": 2, "parallel.sequence_parallel": True},
-    "a split backward of segments": {
-        "parallel.pp": 2,
-        "parallel.schedule": "ZBVZeroBubble",
-        "recompute.mode": "segment",
-        **DOCUMENTS,
-    },
-    "Ulysses": {"parallel.cp": 2, "parallel.cp_method": "ulysses", **DOCUMENTS},
-}
-SHAPES_BY_DEFAULT: dict[str, Settings] = {
     "tensor and sequence parallel": {"parallel.tp": 2, "parallel.sequence_parallel": True},
     "experts over a pipeline": {
         "parallel.pp": 2,
@@ -61,8 +52,13 @@ SHAPES_BY_DEFAULT: dict[str, Settings] = {
 }
 OTHER_LAYOUTS: dict[str, Settings] = {
     "pipeline": {"parallel.pp": 2},
-    "a split backward of segments": BY_DEFAULT["a split backward of segments"],
-    "Ulysses": BY_DEFAULT["Ulysses"],
+    "a split backward of segments": {
+        "parallel.pp": 2,
+        "parallel.schedule": "ZBVZeroBubble",
+        "recompute.mode": "segment",
+        **DOCUMENTS,
+    },
+    "Ulysses": ULYSSES,
     "ring": {"parallel.cp": 2, **DOCUMENTS},
     "ring and tensor parallel": {"parallel.cp": 2, "parallel.tp": 2, "recompute.mode": "selective"},
     "FSDP": {"parallel.dp_shard": 2, "recompute.mode": "selective_half"},
@@ -77,20 +73,14 @@ OTHER_LAYOUTS: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("settings", SHAPES_BY_DEFAULT.values(), ids=SHAPES_BY_DEFAULT)
+@tiers.train(BY_DEFAULT, OTHER_LAYOUTS, FEW)
 def test_a_layout_trains_kinds_of_other_shapes(settings: Settings) -> None:
-    check({**FEW, **OTHER_SHAPES, **settings}, ragged=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("settings", OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS)
-def test_another_layout_trains_kinds_of_other_shapes(settings: Settings) -> None:
     check({**OTHER_SHAPES, **settings}, ragged=True)
 
 
-@pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
-def test_a_layout_trains_the_same_kinds(settings: Settings) -> None:
-    check({**FEW, **KINDS, **settings}, ragged=True)
+def test_kinds_of_windows_train_the_same_under_ulysses() -> None:
+    """Under a ring: test_windows.py. Under tensor parallelism: test_options.py."""
+    check({**FEW, **KINDS, **ULYSSES}, ragged=True)
 
 
 def later_stage(settings: Settings, first: int) -> Decoder:

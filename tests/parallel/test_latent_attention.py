@@ -4,10 +4,9 @@ With experts within groups, as DeepSeek-V3 has them, where a layout has `MIXTURE
 each pair of a setting and a mixer.
 """
 
-import pytest
-
+from tests.parallel import tiers
 from tests.parallel.trace import Collective, traced
-from tests.parity import SHORT, Settings, check
+from tests.parity import Settings, check
 from tests.workers import run
 
 LATENT: Settings = {
@@ -36,16 +35,10 @@ MIXTURE: Settings = {
     "model.balance_loss": "sequence",
     "model.balance_weight": 0.3,
 }
-DOCUMENTS: Settings = {"data.document_mask": True}
 TP: Settings = {"parallel.tp": 2}
 SP: Settings = {**TP, "parallel.sequence_parallel": True}
-BY_DEFAULT: dict[str, Settings] = {
-    "tensor parallel": {**TP, **DOCUMENTS},
-    "sequence parallel": SP,
-}
+BY_DEFAULT: dict[str, Settings] = {"tensor parallel": {**TP, "data.document_mask": True}, "sequence parallel": SP}
 LAYOUTS: dict[str, Settings] = {
-    "expert parallel": {"parallel.dp_shard": 2, "parallel.ep": 2, **MIXTURE, **DOCUMENTS},
-    "expert and sequence parallel": {"parallel.dp_shard": 2, **SP, "parallel.ep": 4, **MIXTURE},
     "compiled blocks": {**SP, "compile.block": True},
     "compiled blocks of FSDP": {"parallel.dp_shard": 2, "compile.block": True, **MIXTURE, "model.attention": "eager"},
     "compiled norms": {**TP, "compile.norm": True},
@@ -53,29 +46,22 @@ LAYOUTS: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
+@tiers.train(BY_DEFAULT, LAYOUTS)
 def test_a_layout_trains_the_same_latents(settings: Settings) -> None:
-    check({**SHORT, **LATENT, **settings}, ragged=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
-def test_another_layout_trains_the_same_latents(settings: Settings) -> None:
     check({**LATENT, **settings}, ragged=True)
 
 
-def sent(settings: Settings) -> list[tuple[str, int]]:
-    """Return kind and elements of what a step sends over tp within the blocks, in their order."""
-    events = traced(settings, lambda trace, stage: None)
-    return [(event.kind, event.elements) for event in events if isinstance(event, Collective) and event.axis == "tp"]
+def sent(settings: Settings) -> list[int]:
+    """Return the elements of what a step sends over tp within the blocks, in their order."""
+    return [event.elements for event in traced(settings) if isinstance(event, Collective) and event.axis == "tp"]
 
 
 def test_sequence_parallelism_gathers_latents_instead_of_hidden_states() -> None:
     sizes: Settings = {"model.layers": 1, "training.global_batch_size": 1, "training.sequence_length": 48}
     latents, hidden = 48 * (20 + 24 + 4), 48 * 64
     with_sp = run(sent, 2, {**LATENT, **sizes, **SP})[0]
-    assert [elements for kind, elements in with_sp].count(latents) == 2, with_sp  # forward, and backward
+    assert with_sp.count(latents) == 2, with_sp  # forward, and backward
     # embedding, o, gate, down, head: once in the forward and once in the backward each
-    assert [elements for kind, elements in with_sp].count(hidden) == 10, with_sp
+    assert with_sp.count(hidden) == 10, with_sp
     without = run(sent, 2, {**LATENT, **sizes, **TP})[0]
-    assert [elements for kind, elements in without].count(latents) == 1, without
+    assert without.count(latents) == 1, without

@@ -4,9 +4,8 @@ Values of one process, and tokens and labels ahead: tests/models/test_multi_toke
 Others: the lattice, whose sample has each pair of a setting and mtp_depth.
 """
 
-import pytest
-
-from tests.parity import SHORT, Settings, check
+from tests.parallel import tiers
+from tests.parity import Settings, check
 from torchllm.config import Kinds
 
 DEPTHS: Settings = {"model.mtp_depth": 2, "model.mtp_weight": 0.7}
@@ -19,18 +18,11 @@ SP: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 CHUNKS: Settings = {"training.loss_chunk": 24, "training.z_loss": 0.02}
 BY_DEFAULT: dict[str, Settings] = {
     "tensor and sequence parallel": {**SP, **DOCUMENTS},
-    "pipeline": {"parallel.pp": 2},
     "ring": {"parallel.cp": 2, **DOCUMENTS},
     "FSDP": {"parallel.dp_shard": 2, **CHUNKS},
     "expert parallel": {"parallel.dp_shard": 2, "parallel.ep": 2, **MIXTURE},
 }
 LAYOUTS: dict[str, Settings] = {
-    "a tied embedding over a pipeline": {"parallel.pp": 2, "model.tied_embeddings": True, **CHUNKS},
-    "a loop of stages, experts": {
-        **{"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "parallel.virtual_stages": 2},
-        **{"parallel.dp_shard": 2, "parallel.ep": 2, **MIXTURE},
-    },
-    "experts over tp": {**SP, "parallel.ep": 2, **MIXTURE},
     "compiled blocks": {"parallel.dp_shard": 2, "compile.block": True, "compile.loss": True},
     "compiled blocks over tp": {**SP, "compile.block": True},
     "compiled parts of experts over tp": {**SP, **MIXTURE, "compile.block": True},
@@ -38,12 +30,6 @@ LAYOUTS: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
+@tiers.train(BY_DEFAULT, LAYOUTS)
 def test_a_layout_trains_the_same(settings: Settings) -> None:
-    check({**SHORT, **DEPTHS, **settings}, ragged=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
-def test_another_layout_trains_the_same(settings: Settings) -> None:
     check({**DEPTHS, **settings}, ragged=True)

@@ -3,9 +3,8 @@
 The formulas: tests/models. The numbers of published models that have them: tests/tools/hub. Others: the lattice.
 """
 
-import pytest
-
-from tests.parity import SHORT, Settings, check
+from tests.parallel import tiers
+from tests.parity import Settings, check
 from torchllm.config import Kinds
 
 GEMMA: Settings = {
@@ -51,6 +50,10 @@ GATED: Settings = {
     "model.residual_multiplier": 0.4,
     "model.logit_divisor": 2.0,
 }
+GPT_OSS: Settings = {
+    **{"model.layers": 2, "model.experts": 8, "model.top_k": 3, "model.expert_ffn": 48, "model.expert_biases": True},
+    **{"model.activation": "clamped_silu", "model.qkv_bias": True, "model.o_bias": True, "model.sinks": True},
+}
 SP: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 ZBV: Settings = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "segment"}
 ULYSSES: Settings = {"parallel.cp": 2, "parallel.cp_method": "ulysses", "data.document_mask": True}
@@ -59,6 +62,7 @@ BY_DEFAULT: dict[str, Settings] = {
     "Gemma 3, sequence parallel": GEMMA | SP,
     "Gemma 2, a ring": GEMMA2 | RING,
     "Gemma 4 with experts, sequence parallel": GEMMA4_EXPERTS | SP,
+    "gpt-oss, whose biases after a sum over tp are added once": GPT_OSS | {"parallel.tp": 2},
     "gate per element, sequence parallel, z-loss in chunks": (
         GATED | SP | {"training.z_loss": 0.02, "training.loss_chunk": 20}
     ),
@@ -82,18 +86,23 @@ LAYOUTS: dict[str, Settings] = {
     "Gemma 4, gates, values of keys with biases": (
         GEMMA4 | {"parallel.tp": 2, "model.attention_gate": "element", "model.qkv_bias": True}
     ),
-    "Gemma 2, tensor parallel, chunks, z-loss": (
-        GEMMA2 | {"parallel.tp": 2, "training.loss_chunk": 20, "training.z_loss": 0.02}
+    "gpt-oss, over FSDP": GPT_OSS | {"parallel.dp_shard": 2, "parallel.ep": 2},
+    "gpt-oss, over FSDP and tp": GPT_OSS | {"parallel.dp_shard": 2, "parallel.tp": 2, "parallel.ep": 4},
+    "gpt-oss, over half of FSDP and sp": GPT_OSS | SP | {"parallel.dp_shard": 2, "parallel.ep": 2},
+    "gpt-oss, selective, compiled": (
+        GPT_OSS | {"parallel.dp_shard": 2, "recompute.mode": "selective", "compile.block": True}
+    ),
+    "gpt-oss, over a ring": GPT_OSS | {"parallel.cp": 2, "parallel.ep": 2, "recompute.mode": "selective"},
+    "gpt-oss, tensor parallel, penalties": (
+        GPT_OSS
+        | {
+            **{"parallel.tp": 2, "model.balance_loss": "sequence", "model.balance_weight": 0.3},
+            "model.router_z_loss": 0.1,
+        }
     ),
 }
 
 
-@pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
+@tiers.train(BY_DEFAULT, LAYOUTS)
 def test_a_layout_trains_the_same_model(settings: Settings) -> None:
-    check(SHORT | settings, ragged=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
-def test_another_layout_trains_the_same_model(settings: Settings) -> None:
     check(settings, ragged=True)

@@ -23,10 +23,6 @@ from torchllm.tools.mesh_axes import axis_of_group
 SP: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 AGAIN: Settings = {**SP, "parallel.regather": True}
 EXPERTS: Settings = {"model.experts": 4, "model.top_k": 2, "model.expert_ffn": 32, "model.shared_experts": 1}
-LATENT: Settings = {
-    **{"model.mixer": "latent_attention", "model.kv_heads": 8, "model.latent_q_width": 24},
-    **{"model.latent_kv_width": 16, "model.nope_head_dim": 8, "model.rope_head_dim": 4, "model.v_head_dim": 8},
-}
 LAYOUTS: dict[str, Settings] = {
     "plain": {},
     "selective": {"recompute.mode": "selective"},
@@ -35,15 +31,8 @@ LAYOUTS: dict[str, Settings] = {
     "split backward": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"},
 }
 AT_NIGHT: dict[str, Settings] = {
-    "lora, half": {"lora.rank": 3, "lora.alpha": 12.0, "recompute.mode": "selective_half"},
-    "gpt, half": {"model.family": "gpt", "model.kv_heads": 0, "recompute.mode": "selective_half"},
-    "every_k, ring": {"recompute.mode": "every_k", "parallel.cp": 2},
-    "selective, ring": {"recompute.mode": "selective", "parallel.cp": 2},
     "segment": {"recompute.mode": "segment"},
     "full": {"recompute.mode": "full"},
-    "latent attention, selective": {**LATENT, "recompute.mode": "selective"},
-    "experts cut by tp, selective": {**EXPERTS, "recompute.mode": "selective"},
-    "experts over ep, selective": {**EXPERTS, "parallel.ep": 2, "recompute.mode": "selective"},
     "split backward, ffn": {"parallel.pp": 2, "parallel.schedule": "InterleavedZeroBubble", "recompute.mode": "ffn"},
 }
 exhaustive = pytest.mark.exhaustive

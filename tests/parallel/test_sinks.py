@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.models.test_sinks import by_definition
+from tests.parallel import tiers
 from tests.parallel.test_context import DOCUMENTS as WITH_DOCUMENTS
 from tests.parallel.test_ring import DOCUMENTS, HEADS, LENGTH, inputs_of, part_of, whole_inputs
-from tests.parity import SHORT, Settings, check
+from tests.parity import Settings, check
 from tests.workers import run
 from torchllm.config import Model
 from torchllm.models.attention import core_class
@@ -86,24 +87,12 @@ def test_ulysses_takes_the_sinks_of_its_heads() -> None:
         check_method(2, "ulysses", "sdpa", window, name)
 
 
-@pytest.mark.parametrize(
-    "layout",
+@tiers.train(
     [
         {"parallel.tp": 2, "parallel.sequence_parallel": True},
         {"parallel.cp": 2, "recompute.mode": "selective"},
     ],
-    ids=str,
-)
-def test_a_layout_trains_the_same_model(layout: Settings) -> None:
-    check({**SHORT, **WITH_SINKS, **WITH_DOCUMENTS, **layout})
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "layout",
     [
-        {"parallel.tp": 2, "parallel.cp": 2},
-        {"parallel.cp": 3, "training.sequence_length": 48},
         {"parallel.cp": 4, "parallel.cp_method": "ring", "model.attention": "eager"},
         {"parallel.cp": 4, "parallel.cp_method": "ulysses", "recompute.mode": "selective_half"},
         {"parallel.dp_shard": 2, "compile.block": True},
@@ -111,7 +100,6 @@ def test_a_layout_trains_the_same_model(layout: Settings) -> None:
         {"parallel.cp": 2, "compile.block": True},
         {"model.qkv_bias": True, "model.family": "gpt", "parallel.tp": 2},
     ],
-    ids=str,
 )
-def test_other_layouts(layout: Settings) -> None:
-    check({**WITH_SINKS, **WITH_DOCUMENTS, **layout})
+def test_a_layout_trains_the_same_model(settings: Settings) -> None:
+    check({**WITH_SINKS, **WITH_DOCUMENTS, **settings})

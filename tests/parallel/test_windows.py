@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.parallel import tiers
 from tests.parallel.test_context import DOCUMENTS as WITH_DOCUMENTS
 from tests.parallel.test_context import RING2, sends
 from tests.parallel.test_ring import (
@@ -95,22 +96,16 @@ def test_the_reference_has_the_window() -> None:
     ]
 
 
-@pytest.mark.parametrize("documents", [{}, WITH_DOCUMENTS], ids=["", "documents"])
-def test_kinds_with_and_without_windows_train_the_same_model(documents: Settings) -> None:
-    check({**FEW, **WINDOWED, **documents})
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "layout",
+@tiers.train(
+    [{}, WITH_DOCUMENTS],
     [
-        {"parallel.cp": 3, "model.attention": "eager", "training.sequence_length": 48},
-        {"compile.block": True},
+        {"parallel.cp": 3, "model.attention": "eager", "training.sequence_length": 48, **WITH_DOCUMENTS},
+        {"compile.block": True, **WITH_DOCUMENTS},
     ],
-    ids=str,
+    FEW,
 )
-def test_layouts(layout: Settings) -> None:
-    check({**WINDOWED, **WITH_DOCUMENTS, **layout})
+def test_kinds_with_and_without_windows_train_the_same_model(settings: Settings) -> None:
+    check({**WINDOWED, **settings})
 
 
 def test_only_what_a_window_reaches_is_sent_and_selective_recomputation_sends_nothing_again() -> None:
