@@ -23,8 +23,15 @@ NO_OTHER_FUNCTION = (
     "model.upcycle_noise",
     "model.vocab_padding",
     "model.max_sequence_length",
+    "model.from_hf",
+    "model.balance_loss",
+    "model.balance_weight",
+    "model.router_bias_rate",
+    "model.router_z_loss",
+    "model.mtp_weight",
 )
-"""keys of [model] that change no output of a model whose tensors are loaded: a kernel, the initial weights, a limit"""
+"""keys of [model] that change no output of a model whose tensors are loaded: a kernel, the initial weights, a limit, a
+part of the gradients"""
 
 
 class ConfigChange(NamedTuple):
