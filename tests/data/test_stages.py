@@ -1,6 +1,7 @@
 """Stages with their own batch sizes and lengths: the same sequences on any ranks, with any workers, after any stop."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,8 @@ def test_a_length_that_a_source_does_not_have_is_named(sources: tuple[Source, ..
 
 def test_sizes_are_described(sources: tuple[Source, ...], caplog: pytest.LogCaptureFixture) -> None:
     loader = loader_of(sources)
+    epochs_before = [re.findall(r"\(([\d.]+) epochs before\)", line) for line in loader.describe_sources(12)[2:5]]
+    assert epochs_before == [["0", "0"], ["0.248", "0"], ["0.317", "0.222"]]
     assert loader.describe_sources(12)[-3:] == [
         "from step 1 on: 4 sequences of 24 tokens per step",
         "from step 6 on: 8 sequences of 16 tokens per step",
@@ -130,6 +133,7 @@ def test_sizes_are_described(sources: tuple[Source, ...], caplog: pytest.LogCapt
     with caplog.at_level("INFO", logger="torchllm"):
         steps_of([loader], 6)
     assert "data: from step 6 on 0.333 of data.sources.0" in caplog.text
+    assert re.findall(r"\(([\d.]+) epochs before\)", caplog.text)[-2:] == epochs_before[1]
     assert caplog.text.rstrip().endswith("; 8 sequences of 16 tokens per step")
     plain = loader_of(sources, stage=())
     assert not any("per step" in line for line in plain.describe_sources(12))

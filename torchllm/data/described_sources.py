@@ -69,23 +69,26 @@ class DescribedSources:
         changes_size: stages have other batch sizes or lengths.
         """
         lines = []
-        first_step = 1
+        first_step, begin = 1, 0
         for stage in self.stages[:-1] if len(self.names) > 1 else ():
-            lines.append(f"steps {first_step} to {stage.until}: {self.shares(stage.end - 1)}")
-            first_step = stage.until + 1
+            lines.append(f"steps {first_step} to {stage.until}: {self.shares(begin)}")
+            first_step, begin = stage.until + 1, stage.end
         for index, end in self.limited.used_up:
             if consumed < end < self._sequences(steps):
                 step = steps_within(self.spans, end - 1) + 1
                 lines.append(f"{self.names[index]}: leaves in step {step}, after {self.max_epochs[index]:g} epochs")
         if first_step > 1:
-            lines.append(f"from step {first_step} on: {self.shares(self.stages[-2].end)}")
+            lines.append(f"from step {first_step} on: {self.shares(begin)}")
         for span in self.spans if changes_size else ():
             lines.append(f"from step {span.before.steps + 1} on: {describe_size(span.training)}")
         return lines
 
-    def shares(self, n: int) -> str:
-        """Describe the shares of the sources at the n-th sequence, and their epochs so far."""
-        stage = next(stage for stage in self.limited.stages if not stage.end or n < stage.end)
+    def shares(self, n: int, last: int = 0) -> str:
+        """Describe the shares of the sources from the n-th sequence on, and their epochs before it.
+
+        last: index of the last sequence of its step, whose shares are described where they change within the step.
+        """
+        stage = next(stage for stage in self.limited.stages if not stage.end or max(n, last) < stage.end)
         total = sum(stage.weights)
         listed = []
         for index, weight in enumerate(stage.weights[:LISTED]):

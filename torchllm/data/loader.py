@@ -241,7 +241,7 @@ class TrainLoader:
             from torchllm.data.described_sources import describe_size  # few runs have stages
 
             size = f"; {describe_size(training)}" * self._data.changes_size
-            log.info("data: from step %d on %s%s", self._steps + 1, self._described().shares(batch[-1]), size)
+            log.info("data: from step %d on %s%s", self._steps + 1, self._described().shares(batch[0], batch[-1]), size)
         self._consumed += training.global_batch_size
         self._steps += 1
         accumulation = gradient_accumulation(training, self._ranks.size)

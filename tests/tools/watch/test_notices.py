@@ -9,8 +9,9 @@ from typing import Any
 from unittest import mock
 
 from tests.metrics.test_monitor import begin, monitor_of
-from tests.parity import tiny
+from tests.parity import Settings, tiny
 from tests.workers import run
+from torchllm.config import MixtureStage
 from torchllm.facts.flops import parameter_count
 from torchllm.tools.watch.notices import Events, Notices, describe_peak
 
@@ -40,9 +41,9 @@ def log_lines() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def _log_of_a_start(folder: Path, start: int) -> list[str]:
+def _log_of_a_start(folder: Path, start: int, settings: Settings | None = None) -> list[str]:
     with log_lines() as lines:
-        monitor_of(folder, tiny({}), [Notices()], start)
+        monitor_of(folder, tiny(settings or {}), [Notices()], start)
     return lines
 
 
@@ -56,6 +57,10 @@ def test_a_run_says_what_it_trains_or_that_there_is_nothing_to_do(tmp_path: Path
             f"steps 2 to {steps}: {(steps - 1) * tokens:,} tokens, {tokens:,} per step",
         ]
     ]
+    stages = (MixtureStage(until=1), MixtureStage(until=2, global_batch_size=4), MixtureStage())
+    for start, figures in ((0, f"{2.5 * tokens:,.0f} tokens, {tokens // 2:,} to"), (2, f"{tokens:,} tokens,")):
+        [[*_, line]] = run(_log_of_a_start, 1, tmp_path, start, {"data.stage": stages})
+        assert line == f"steps {start + 1} to {steps}: {figures} {tokens:,} per step"
     [[*_, last]] = run(_log_of_a_start, 1, tmp_path, steps)
     assert last.startswith(f"nothing to do: the run is at step {steps} of training.steps = {steps}; raise")
 

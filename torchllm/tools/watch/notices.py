@@ -56,11 +56,11 @@ def _describe(run: ObservedRun) -> None:
         log.info("%s", line)
     if start < training.steps:
         spans = spans_of(config.data, training)
-        begin, second, before_last, end = (
-            span_of(spans, step).after(step).tokens for step in (start, start + 1, training.steps - 1, training.steps)
-        )
-        first, last = second - begin, end - before_last
-        per_step = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        begin, end = (span_of(spans, step).after(step).tokens for step in (start, training.steps))
+        firsts = {max(start, span.before.steps) + 1 for span in spans}  # steps with which a size may begin
+        used = [span_of(spans, step).training for step in firsts if step <= training.steps]
+        sizes = sorted({size.global_batch_size * size.sequence_length for size in used})
+        per_step = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         tokens = f"{end - begin:,} tokens, {per_step} per step"
         log.info("steps %d to %d: %s", start + 1, training.steps, tokens)
 
