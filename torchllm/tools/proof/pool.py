@@ -89,7 +89,7 @@ class Pool:
             seconds = AFTER_A_FAILURE if failures else self.timeout
             ready = wait(list(pending), timeout=seconds)
             if not ready:
-                silent = f"no answer within {seconds:g} s"
+                silent = f"no answer within {seconds:g} s: ranks hang, or this machine is too busy"
                 failures += [_Failure(rank, silent, is_consequence=True) for rank in pending.values()]
                 break
             for connection in connections:
