@@ -28,6 +28,9 @@ from torchllm.tools.front.start import load_configs
 from torchllm.tools.prepare.cache import is_cached, plan_corpus, prepare_cached
 
 TEXT_SOURCE = ["--data.sources.0.kind=text", "--data.sources.0.path=words.txt"]
+TOKENS_OF_NANOGPT = [
+    *("--data.sources.0.kind=nanogpt", "--data.sources.0.path=n.bin", "--data.dtype=uint16", "--data.separator=1")
+]
 SHORT = "--training.sequence_length=32"
 
 
@@ -100,6 +103,19 @@ LACKS = {
         [*TEXT_SOURCE, "--training.sequence_length=2048"],
         "'words.txt' is shorter than one sequence of training.sequence_length = 2048 tokens: it has 1,091 to train "
         "on; set that to 1090 or less, or read more text",
+    ),
+    "special tokens": Lack(
+        ["--data.fim_rate=0.5"],
+        "debug.toml: data.fim_tokens: data.tokenizer 'bytes' has no special token '<|fim_prefix|>'",
+    ),
+    "special tokens that are named": Lack(
+        [*TEXT_SOURCE, "--data.fim_rate=0.5", "--data.fim_tokens=a,b,c"],
+        "--data.fim_tokens: data.tokenizer 'bytes' has no special token 'a'",
+    ),
+    "whole documents": Lack(
+        [*TOKENS_OF_NANOGPT, "--data.packing=best_fit"],
+        '--data.packing: "best_fit" needs whole documents',
+        lambda folder: (folder / "n.bin").write_bytes(bytes([1, 0, 2, 0]) * 1000),
     ),
     "shards": Lack(
         ["--data.sources.0.kind=tokens", "--data.sources.0.path=nowhere"],

@@ -41,6 +41,8 @@ UPDATES_ALONE = (
     "holds low-rank updates, and not the weights below them: export its run, which merges both (python "
     "recipes/export.py RUN_FOLDER --export.folder=merged), and set model.from_hf to that folder in place of this key"
 )
+OF_ALL_SOURCES = ("data.cache", "data.fim_tokens", "data.packing", "finetune.chat_template")
+"""keys with which errors of a source may begin, although they are not its own"""
 NEW_FOLDERS = "runs"
 """where a run without run.folder gets one"""
 WRITTEN = ("", "checkpoints", "tensorboard", "profile", "trackers")
@@ -431,7 +433,7 @@ class _DataInspector:
 
     def _is_python_itself(self, sources: list[tuple[str, Source]]) -> bool:
         """Return whether no file of the data can be missing: the text is the library of the running Python."""
-        is_stdlib = all(source.kind == "stdlib" for _, source in sources)
+        is_stdlib = all(source.kind == "stdlib" for _, source in sources) and not self.data.fim_rate
         return is_stdlib and self.data.tokenizer == "bytes" and not why_unwritable(cache_root(self.data))
 
     def _report_vocab(self, needed: int) -> None:
@@ -453,7 +455,7 @@ class _DataInspector:
         except (UserError, OSError) as error:
             self.held_out = None
             place, _, message = str(error).partition(": ")
-            is_of_source = place != "data.cache"
+            is_of_source = place not in OF_ALL_SOURCES
             self.inspection.report(
                 f"{key}.path" if is_of_source else place,
                 str(error).removeprefix("data.sources: ") if is_of_source else message,
@@ -477,8 +479,12 @@ class _DataInspector:
         self._inspect_cache_folder()
         if tokenizer is not None and (source.kind != "nanogpt" or self.data.dtype):  # else the config is refused
             reader, settings = reader_of(source.kind), self._reader_settings(tokenizer)
-            folder = reader.prepare(source, settings)
-            self._count_sequences(key, reader.open(source, folder, settings))
+            corpus = reader.open(source, reader.prepare(source, settings), settings)
+            if self.data.packing == "best_fit":
+                from torchllm.data.best_fit import pack  # most runs need none
+
+                pack(source, corpus, self.data, settings.sequence_length)
+            self._count_sequences(key, corpus)
 
     def _reader_settings(self, tokenizer: "Tokenizer") -> "ReaderSettings":
         from torchllm.data.readers import ReaderSettings
