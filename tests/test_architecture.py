@@ -36,7 +36,7 @@ TORCH_FREE = {
 }
 TORCH_FREE_MODULES = {
     *("runtime.heartbeat", "tools.launch.launcher_notes", "tools.launch.lease"),
-    "tools.launch.take_lease",
+    *("tools.launch.take_lease", "checkpoint.manifest", "checkpoint.verify"),
     *("tools.hub.config_json", "tools.hub.files", "tools.hub.model_card", "tools.hub.resolve"),
 }
 """in rooms that import torch; a launcher or a check imports them before it"""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.test_corpus import flip_bit
 from tests.recipes.warm import pretrain
 from tests.tiny_run import ROOT, curve, tensor_digests
 from torchllm.checkpoint.manifest import CheckpointError
@@ -63,21 +64,15 @@ def test_its_corpus_keeps_its_fingerprint() -> None:
     assert corpus.fingerprint == "5aba634cbe8c3bf6"
 
 
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
-
-
 def test_damage_is_found_by_the_sums_of_format_2(tmp_path: Path) -> None:
     corpus, step = tmp_path / "corpus", tmp_path / "step-00000002"
     shutil.copytree(FIXTURE / "corpus", corpus)
     shutil.copytree(FIXTURE / "gpt" / "checkpoints" / step.name, step)
     verify_in_parallel(None, step)
-    flip_bit(step / "__0_0.distcp")
+    flip_bit(step / "__0_0.distcp", 100)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: damaged: the sum of bytes 0 to "):
         verify_in_parallel(None, step)
-    flip_bit(corpus / "00000.train.bin")
+    flip_bit(corpus / "00000.train.bin", 100)
     with pytest.raises(DataError, match=r"00000\.train\.bin is damaged: its bytes 0 to "):
         Corpus(corpus).verify("train", 0)
 

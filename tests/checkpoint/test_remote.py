@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import workers
+from tests.data.test_corpus import flip_bit
 from tests.patience import until
 from tests.s3 import Faults, s3_bucket
 from tests.tiny_run import ROOT
@@ -55,6 +56,25 @@ def checkpoints(folder: Path, value: float = 0.0, *, group: Any = None, **settin
     return Checkpointer(config.Checkpoint(**settings), folder / "run", [model], optimizer, host_group=group)
 
 
+def save(folder: Path, *steps: int, value: float = 0.0, **settings: Any) -> None:
+    """A run that saves at these steps, and ends."""
+    saving = checkpoints(folder, value, **settings)
+    for step in steps:
+        saving.save(step, {})
+    saving.close()
+
+
+@contextmanager
+def resumed(folder: Path, step: int, **settings: Any) -> Iterator[Checkpointer]:
+    """A run that goes on from this step, until the end of the context."""
+    later = checkpoints(folder, **settings)
+    restored = later.resume()
+    assert restored is not None
+    assert restored.step == step
+    yield later
+    later.close()
+
+
 def weight(saving: Checkpointer) -> float:
     (model,) = saving._stages
     assert isinstance(model, nn.Linear)
@@ -65,8 +85,10 @@ def steps_in(folder: Path) -> list[int]:
     return [manifests.step_of(step) for step in manifests.step_folders(folder) if (step / MANIFEST).exists()]
 
 
-def wait_for_copy(folder: Path, step: int) -> None:
+def wait_for_copy(saving: Checkpointer, folder: Path, step: int) -> None:
+    """Wait until a step is copied, and the next one may be."""
     until(lambda: steps_in(folder / "copies")[:1] == [step])
+    until(lambda: saving._copies.in_use() is None)
 
 
 def test_a_run_goes_on_without_its_folder(tmp_path: Path) -> None:
@@ -79,46 +101,27 @@ def test_a_run_goes_on_without_its_folder(tmp_path: Path) -> None:
     assert all((run / name).read_bytes() == (copied / name).read_bytes() for name in names)
 
     shutil.rmtree(tmp_path / "run")
-    later = checkpoints(tmp_path)
-    restored = later.resume()
-    assert restored is not None
-    assert restored.step == 5
-    assert restored.data == {"position": 7}
-    assert weight(later) == 1.0
-    assert steps_in(tmp_path / "run/checkpoints") == [5]
-    later.close()
+    with resumed(tmp_path, 5) as later:
+        assert manifests.read_manifest(run).data == {"position": 7}
+        assert weight(later) == 1.0
+        assert steps_in(tmp_path / "run/checkpoints") == [5]
 
 
 def test_the_newest_is_loaded_from_where_it_is(tmp_path: Path) -> None:
-    saving = checkpoints(tmp_path)
-    saving.save(1, {})
-    saving.close()
-    alone = checkpoints(tmp_path, remote="")
-    assert alone.resume() is not None
-    alone.save(2, {})
-    alone.close()
-    later = checkpoints(tmp_path)
-    with mock.patch.object(RemoteFolder, "download", side_effect=AssertionError):
-        restored = later.resume()
-    assert restored is not None
-    assert restored.step == 2
-    later.close()
+    save(tmp_path, 1)
+    with resumed(tmp_path, 1, remote="") as alone:
+        alone.save(2, {})
+    with mock.patch.object(RemoteFolder, "download", side_effect=AssertionError), resumed(tmp_path, 2):
+        pass
 
 
 def test_a_copy_without_its_manifest_or_suspect_is_not_loaded(tmp_path: Path) -> None:
-    saving = checkpoints(tmp_path, keep=0)
-    for step in (1, 2, 3):
-        saving.save(step, {})
-    saving.close()
+    save(tmp_path, 1, 2, 3, keep=0)
     (tmp_path / "copies/step-00000003" / MANIFEST).unlink()
     (tmp_path / "copies/step-00000002" / SUSPECT).write_text("{}")
     shutil.rmtree(tmp_path / "run")
-    later = checkpoints(tmp_path)
-    restored = later.resume()
-    assert restored is not None
-    assert restored.step == 1
-    later.save(2, {})  # the copy that is suspect is replaced
-    later.close()
+    with resumed(tmp_path, 1) as later:
+        later.save(2, {})  # the copy that is suspect is replaced
     assert not (tmp_path / "copies/step-00000002" / SUSPECT).exists()
     assert steps_in(tmp_path / "copies") == [2, 1]
 
@@ -149,10 +152,9 @@ def test_a_copy_that_takes_longer_than_an_interval_is_made_whole(
         assert [f"step-0000000{step} is not copied" in caplog.text for step in (1, 2, 3)] == [False, True, True]
         assert steps_in(local) == [3, 1]
         go_on.set()
-        wait_for_copy(tmp_path, 1)
-        until(lambda: saving._copies.in_use() is None)
+        wait_for_copy(saving, tmp_path, 1)
         saving.save(4, {})
-        wait_for_copy(tmp_path, 4)
+        wait_for_copy(saving, tmp_path, 4)
         assert steps_in(local) == [4]
         saving.close()
 
@@ -169,21 +171,12 @@ def test_the_newest_is_copied_when_a_run_ends(tmp_path: Path) -> None:
 
 
 def test_a_copy_replaces_a_damaged_checkpoint(tmp_path: Path) -> None:
-    saving = checkpoints(tmp_path, 1.0)
-    for step in (1, 2):
-        saving.save(step, {})
-    saving.close()
+    save(tmp_path, 1, 2, value=1.0)
     folder = tmp_path / "run/checkpoints/step-00000002"
-    (data,) = folder.glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.chmod(0o600)
-    data.write_bytes(content)
-    later = checkpoints(tmp_path)
-    restored = later.resume()
-    assert restored is not None
-    assert (restored.step, weight(later)) == (2, 1.0)
-    later.close()
+    (folder / "__0_0.distcp").chmod(0o600)
+    flip_bit(folder / "__0_0.distcp", 100)
+    with resumed(tmp_path, 2) as later:
+        assert weight(later) == 1.0
     assert not check_files(folder, manifests.read_manifest(folder))
     assert list(folder.parent.glob("damaged-*"))
 
@@ -211,46 +204,28 @@ def requests_of_a_start(folder: Path) -> list[str]:
 
 
 def test_a_start_makes_as_many_requests_beside_any_number_of_copies(tmp_path: Path) -> None:
-    saving = checkpoints(tmp_path, keep=0)
-    for step in range(1, 4):
-        saving.save(step, {})
-    saving.close()
+    save(tmp_path, 1, 2, 3, keep=0)
     of_three = requests_of_a_start(tmp_path)
     assert sorted(set(of_three)) == sorted(of_three)  # nothing is asked for twice
     assert sum(request.startswith("folders") for request in of_three) == 1
     for step in range(4, 13):
         shutil.copytree(tmp_path / "copies/step-00000003", tmp_path / f"copies/step-{step:08d}")
     shutil.rmtree(tmp_path / "copies/step-00000012")
-    saving = checkpoints(tmp_path, keep=0)
-    saving.save(12, {})
-    saving.close()
+    save(tmp_path, 12, keep=0)
     assert len(requests_of_a_start(tmp_path)) == len(of_three)
 
 
 def test_damage_to_a_copy_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saving = checkpoints(tmp_path)
-    for step in (1, 2):
-        saving.save(step, {})
-    saving.close()
-    damaged = tmp_path / "copies/step-00000002/__0_0.distcp"
-    content = bytearray(damaged.read_bytes())
-    content[100] ^= 1
-    damaged.write_bytes(content)
+    save(tmp_path, 1, 2)
+    flip_bit(tmp_path / "copies/step-00000002/__0_0.distcp", 100)
     shutil.rmtree(tmp_path / "run")
-    later = checkpoints(tmp_path)
-    restored = later.resume()
-    assert restored is not None
-    assert restored.step == 1
-    assert "DAMAGED CHECKPOINT, the older step-00000001" in caplog.text
-    later.close()
+    with resumed(tmp_path, 1):
+        assert "DAMAGED CHECKPOINT, the older step-00000001" in caplog.text
 
 
 def test_a_storage_that_fails_at_the_start_ends_it(tmp_path: Path) -> None:
     """An older checkpoint would lose steps because of a network that may be back in a minute."""
-    saving = checkpoints(tmp_path)
-    for step in (1, 2):
-        saving.save(step, {})
-    saving.close()
+    save(tmp_path, 1, 2)
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000002")
     later = checkpoints(tmp_path)
     with (
@@ -289,10 +264,9 @@ def test_training_goes_on_while_storage_fails(tmp_path: Path, outage: Outage, ca
     saving.save(2, {})  # does not wait
     assert "step-00000002 is not copied: the copy of step-00000001 takes longer" in caplog.text
     outage.is_on = False
-    wait_for_copy(tmp_path, 1)
-    until(lambda: saving._copies.in_use() is None)
+    wait_for_copy(saving, tmp_path, 1)
     saving.save(3, {})
-    wait_for_copy(tmp_path, 3)
+    wait_for_copy(saving, tmp_path, 3)
     assert caplog.text.count("expired token") == 1
     outage.is_on = True
     saving.save(4, {})
@@ -302,21 +276,16 @@ def test_training_goes_on_while_storage_fails(tmp_path: Path, outage: Outage, ca
 
 
 def test_a_copy_that_was_interrupted_is_made_when_the_run_goes_on(tmp_path: Path, outage: Outage) -> None:
-    saving = checkpoints(tmp_path, 1.0)
-    saving.save(1, {})
-    saving.close()
+    save(tmp_path, 1)
     assert steps_in(tmp_path / "copies") == []
     outage.is_on = False
     checkpoints(tmp_path).close()  # a run that loads nothing copies nothing
     assert steps_in(tmp_path / "copies") == []
-    later = checkpoints(tmp_path)
-    assert later.resume() is not None
-    later.close()
+    with resumed(tmp_path, 1):
+        pass
     assert steps_in(tmp_path / "copies") == [1]
-    with mock.patch.object(RemoteFolder, "upload", side_effect=AssertionError):  # what is whole is not copied again
-        last = checkpoints(tmp_path)
-        assert last.resume() is not None
-        last.close()
+    with mock.patch.object(RemoteFolder, "upload", side_effect=AssertionError), resumed(tmp_path, 1):
+        pass  # what is whole is not copied again
 
 
 def test_a_folder_that_is_deleted_first_is_not_copied(tmp_path: Path, outage: Outage) -> None:
@@ -332,18 +301,16 @@ def test_copies_are_kept_by_the_same_rules(tmp_path: Path) -> None:
     saving = checkpoints(tmp_path, keep=1, keep_every=4)
     for step in range(1, 7):
         saving.save(step, {})
-        wait_for_copy(tmp_path, step)
+        wait_for_copy(saving, tmp_path, step)
     saving.close()
     assert steps_in(tmp_path / "copies") == steps_in(tmp_path / "run/checkpoints")
     # A run that has lost its folder keeps the same ones.
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "copies/step-00000004" / PROVEN).write_text("{}")
-    later = checkpoints(tmp_path, keep=1)
-    assert later.resume() is not None
-    for step in (7, 8):
-        later.save(step, {})
-        wait_for_copy(tmp_path, step)
-    later.close()
+    with resumed(tmp_path, 6, keep=1) as later:
+        for step in (7, 8):
+            later.save(step, {})
+            wait_for_copy(later, tmp_path, step)
     assert steps_in(tmp_path / "copies") == [8, 4]
 
 
@@ -351,7 +318,7 @@ def test_marks_are_copied(tmp_path: Path) -> None:
     saving = checkpoints(tmp_path)
     for step in (1, 2):
         saving.save(step, {})
-        wait_for_copy(tmp_path, step)
+        wait_for_copy(saving, tmp_path, step)
     saving.judge(Health(step=3, skipped=3, validation_loss=None, is_lost=True, problem=""))
     copied = {step for step in (1, 2) if (tmp_path / f"copies/step-0000000{step}" / SUSPECT).exists()}
     assert copied == {1, 2}  # at once: the run ends now
@@ -373,7 +340,7 @@ def test_a_run_that_was_followed_changes_nothing(tmp_path: Path, caplog: pytest.
     """It was suspended for long: the copies, of the same steps, are another run's by now."""
     followed = checkpoints(tmp_path, 1.0)
     followed.save(1, {})
-    wait_for_copy(tmp_path, 1)
+    wait_for_copy(followed, tmp_path, 1)
     before = {path: path.read_bytes() for path in (tmp_path / "copies/step-00000001").iterdir()}
     (tmp_path / "copies" / FOLDER / "000002").write_text("{}")
     followed.save(2, {})

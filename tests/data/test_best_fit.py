@@ -1,4 +1,4 @@
-"""Best-fit packing: every token once per epoch, whole documents, and the same sequences on any ranks."""
+"""Best-fit packing: every token once per epoch, and whole documents. On any ranks: test_stages.py."""
 
 import json
 import pickle
@@ -166,26 +166,6 @@ def test_an_epoch_has_every_document_whole_or_in_its_pieces(source: Source) -> N
         assert pieces == expected_pieces(source, {tokens for tokens, _ in pieces})
     begun = sum(count for (tokens, _), count in (seen + held_out).items() if tokens[0] == 256)
     assert begun == 157
-
-
-def sequences(loader: TrainLoader, steps: int) -> list[list[list[int]]]:
-    """Return the micro batches of this rank, (tokens, labels, positions, documents) of each."""
-    return [[x.tolist() for x in batch[:4]] for _ in range(steps) for batch in loader.next_step().unpack(CPU)]
-
-
-def test_other_ranks_and_workers_go_on_with_the_same_sequences(source: Source) -> None:
-    expected = sequences(loader_of(source), 60)  # more than an epoch
-    first = loader_of(source, workers=1)
-    assert sequences(first, 7) == expected[:28]
-    state = first.state()
-    first.close()
-    by_rank = []
-    for rank in range(2):
-        loader = loader_of(source, rank, 2, batch=2, workers=rank)
-        loader.load_state(state)
-        by_rank.append(sequences(loader, 20))
-        loader.close()
-    assert [sequence for of_step in zip(*by_rank, strict=True) for sequence in of_step] == expected[28:68]
 
 
 def corpus_of(source: Source) -> BestFitCorpus:

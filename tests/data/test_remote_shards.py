@@ -1,6 +1,5 @@
 """A corpus in object storage is read as one in a folder; the storage is a folder, or fails as a test says."""
 
-import json
 import os
 import pickle
 import shutil
@@ -281,10 +280,3 @@ def test_the_reader_takes_a_url(folder: Path, tmp_path: Path) -> None:
     (folder / "corpus.json").unlink()
     with pytest.raises(DataError, match=r"cannot read file://.*/bucket/corpus\.json"):
         reader.prepare(data.sources[0], settings)
-
-
-def test_a_header_of_something_else_is_refused(folder: Path, tmp_path: Path) -> None:
-    header = json.loads((folder / "corpus.json").read_text())
-    (folder / "corpus.json").write_text(json.dumps(header | {"dtype": "<u4"}))
-    with pytest.raises(DataError, match="was changed"):
-        opened(folder, tmp_path / "cache")

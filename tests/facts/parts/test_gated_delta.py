@@ -1,6 +1,4 @@
-"""The declaration of Gated DeltaNet is what its module has, and what published models have."""
-
-import math
+"""Sizes, FLOPs and products of Gated DeltaNet; its parameters: tests/facts/test_shapes.py, test_model_sizes.py."""
 
 import pytest
 import torch
@@ -20,19 +18,6 @@ QWEN3_NEXT = Model(
     delta_key_dim=128,
     delta_value_dim=128,
 )
-
-
-def test_the_module_has_the_declared_parameters() -> None:
-    with torch.device("meta"):
-        module = GatedDeltaNet(QWEN3_NEXT)
-    built = {f"self_attn.{name}": tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    assert built == PART.shapes(QWEN3_NEXT)
-
-
-def test_parameters_of_a_published_model() -> None:
-    """Shapes of Qwen3-Next-80B-A3B's linear_attn: its matrices are fused."""
-    published = [(12288, 2048), (64, 2048), (8192, 1, 4), (32,), (32,), (128,), (2048, 4096)]
-    assert sum(map(math.prod, PART.shapes(QWEN3_NEXT).values())) == sum(map(math.prod, published))
 
 
 def test_sizes_that_are_not_set_are_those_of_attention() -> None:
