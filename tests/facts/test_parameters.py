@@ -125,9 +125,9 @@ def test_wrappers_do_not_change_canonical_names(others: bool) -> None:
     for (index, model), (number, (mode, compile)) in product(enumerate(MODELS.values()), wrappers):
         if (index + number) % 7 and not others:
             continue
-        plain = [parameter for parameter, _ in meta(model).named_parameters()]
-        assert [canonical_name(parameter) for parameter in plain] == plain
         wrapped = meta(model)
+        plain = [parameter for parameter, _ in wrapped.named_parameters()]
+        assert [canonical_name(parameter) for parameter in plain] == plain
         apply_recompute(wrapped, Recompute(mode=mode), layers=TINY.layers)
         apply_compile(wrapped, compile)
         names = [parameter for parameter, _ in wrapped.named_parameters()]

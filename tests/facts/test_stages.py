@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, combinations, pairwise, product
 from pathlib import Path
 
@@ -31,12 +32,16 @@ def every_split(blocks: int, stages: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
 
 
+@cache
+def block_and_end_costs(model: Model, sequence_length: int) -> tuple[list[int], tuple[int, int]]:
+    of_blocks = [block_flops(model, layer, sequence_length) for layer in range(model.layers)]
+    return of_blocks, end_costs(model, sequence_length)
+
+
 def stage_costs(model: Model, split: tuple[int, ...], sequence_length: int) -> tuple[int, ...]:
     """Return the operations of one token's forward pass in each stage. split: the blocks of each stage."""
-    costs = []
-    for start, end in pairwise(accumulate(split, initial=0)):
-        costs.append(sum(block_flops(model, layer, sequence_length) for layer in range(start, end)))
-    first, last = end_costs(model, sequence_length)
+    of_blocks, (first, last) = block_and_end_costs(model, sequence_length)
+    costs = [sum(of_blocks[start:end]) for start, end in pairwise(accumulate(split, initial=0))]
     costs[0] += first
     costs[-1] += last
     return tuple(costs)
