@@ -100,7 +100,6 @@ CONTRADICTED: dict[
         *(True, {"model.experts": 4}),
         {"model.experts": 4, "model.norm_position": "both"},
     ),
-    "training.weights_dtype": ("bfloat16", {"optimizer.name": "muon"}, {}),
     "optimizer.state_dtype": ("bfloat16", {"optimizer.name": "sgd"}, {}),
     "optimizer.offload": (True, {"optimizer.name": "sgd"}, {}),
     "optimizer.momentum": (0.9, {}, {"optimizer.name": "sgd"}),

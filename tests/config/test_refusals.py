@@ -46,6 +46,11 @@ ONE_LINE: dict[str, tuple[str, str]] = {
         'x.toml:2: training.weights_dtype: is "bfloat16", and lora.rank is set, but updates are float32, and the '
         "weights are frozen: remove one",
     ),
+    "weights in bfloat16 with another optimizer": (
+        '[training]\nweights_dtype = "bfloat16"\n[optimizer]\nname = "muon"',
+        'x.toml:2: training.weights_dtype: is "bfloat16", and optimizer.name is set, but AdamW alone rounds such '
+        "weights without bias: remove one",
+    ),
     "width rule of another optimizer": (
         '[model]\nbase_width = 64\n[optimizer]\nname = "muon"',
         'x.toml:2: model.base_width: has the rules of AdamW, not of muon: set optimizer.name = "adamw", or it to 0',

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -93,10 +93,16 @@ class Recorded(OffloadedAdamW):
         super().update_part(group, parameter, weight, gradient)
 
 
-@pytest.mark.parametrize("config", [Optimizer("muon", offload=True), Optimizer(state_dtype="int8", offload=True)])
-def test_what_the_host_does_not_update_is_refused(config: Optimizer) -> None:
+def test_what_the_host_does_not_update_is_refused() -> None:
     with pytest.raises(UserError, match="for AdamW with moments in float32 or bfloat16"):
-        build_optimizer([plain()], config)
+        build_optimizer([plain()], Optimizer(state_dtype="int8", offload=True))
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_it_does_nothing_to_other_optimizers(name: Literal["muon", "sgd"]) -> None:
+    """As a line says where a base file has the key and the command line another optimizer."""
+    offloaded, expected = (build_optimizer([plain()], Optimizer(name, offload=offload)) for offload in (True, False))
+    assert type(offloaded) is type(expected)
 
 
 def weights_of(stages: Sequence[nn.Module]) -> list[Tensor]:

@@ -744,7 +744,7 @@ class Training:
     """tokens in a sequence (S)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """type of the computation; reductions stay float32; auto: bfloat16 on a GPU, float32 on a CPU"""
-    weights_dtype: Annotated[Literal["float32", "bfloat16"], Needs('optimizer.name = "adamw"'), BUILD] = "float32"
+    weights_dtype: Annotated[Literal["float32", "bfloat16"], BUILD] = "float32"
     """type of the weights and their gradients; bfloat16: half their memory, and AdamW rounds the weights at random
     without bias; routers stay float32"""
     max_grad_norm: NonNegative = 1.0
@@ -803,6 +803,16 @@ class Optimizer:
     """decay per step of an exponential moving average of the weights, saved with them, such as 0.999; 0: none"""
     ema_offload: Annotated[bool, Needs("optimizer.ema_decay over 0"), AVERAGING] = False
     """the average, and its update, on the host: 4 bytes of a GPU less per parameter, longer steps"""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether moments are on the host: `offload`, which other optimizers than AdamW do not have."""
+        return self.offload and self.name == "adamw"
+
+    @property
+    def offloads_average(self) -> bool:
+        """Whether there is an average, and it is on the host."""
+        return self.ema_offload and self.ema_decay > 0
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
         from torchllm.optim.sgd import ShardedSGD  # of no use to other runs
 
         optimizer = ShardedSGD(groups, config)
-    elif config.offload:
+    elif config.offloads:
         from torchllm.optim.offload import build_offloaded_adamw  # as above
 
         optimizer = build_offloaded_adamw(stages, groups, config)

@@ -63,6 +63,17 @@ def test_an_average_on_the_host_is_copied_and_then_moved(dtype: Literal["float32
     assert longer == pytest.approx(seconds * parameters / 1e9 - saved, rel=0.01)
 
 
+def test_keys_that_do_nothing_cost_nothing() -> None:
+    """Another optimizer than AdamW, and no average."""
+    layout = case(hardware=replace(dgx_a100(), host=Host(10e9, 20e9)))
+    predictions = []
+    for offload in (False, True):
+        optimizer = Optimizer("muon", offload=offload, ema_offload=offload)
+        software = with_optimizer_states(layout.software, layout.model, Training(), optimizer)
+        predictions.append(predict(replace(layout, software=software, optimizer=optimizer)))
+    assert predictions[0] == predictions[1]
+
+
 def test_the_host_must_have_room() -> None:
     """A layout with the moments on the host fits up to `USABLE` of a GPU's share of the host's memory."""
     layout = case(mode="full", hardware=replace(dgx_a100(), host=LINK))

@@ -140,6 +140,7 @@ def weights_problems(config: Config) -> Iterator[ConfigError]:
     others = {
         "float8.recipe": (config.float8.is_on, "float8 is rounded from float32 weights"),
         "lora.rank": (config.lora.is_on, "updates are float32, and the weights are frozen"),
+        "optimizer.name": (config.optimizer.name != "adamw", "AdamW alone rounds such weights without bias"),
     }
     for key, (is_on, reason) in others.items():
         if is_on:
@@ -151,7 +152,7 @@ def state_problems(config: Config) -> Iterator[ConfigError]:
     from torchllm.facts.state_blocks import BLOCK  # of no use to other runs
     from torchllm.tools.config.cut_blocks import cut_rows
 
-    if config.optimizer.offload:
+    if config.optimizer.offloads:
         reason = 'is for moments in float32 or bfloat16: set it to false, or optimizer.state_dtype = "bfloat16"'
         yield config_error("optimizer.offload", reason)
     parallel = config.parallel
@@ -183,8 +184,8 @@ def graph_problems(config: Config) -> Iterator[ConfigError]:
         "data.stage": (config.data.changes_size, "a stage has steps of another size"),
         "data.document_mask": (config.data.document_mask, "each micro batch has another number of documents"),
         "float8.recipe": (config.float8.is_on, "the scales of float8 weights are made anew in each step"),
-        "optimizer.offload": (config.optimizer.offload, "graphs spare the host, for which each step waits then"),
-        "optimizer.ema_offload": (config.optimizer.ema_offload, "each step waits for copies of all weights"),
+        "optimizer.offload": (config.optimizer.offloads, "graphs spare the host, for which each step waits then"),
+        "optimizer.ema_offload": (config.optimizer.offloads_average, "each step waits for copies of all weights"),
         "recompute.offload": (config.recompute.offload, "copies to the host are not captured"),
         "run.device": (config.run.device == "cpu", "a CPU has no CUDA graphs"),
     }

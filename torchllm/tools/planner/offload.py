@@ -54,14 +54,14 @@ def average_seconds(case: Case, parameters: float) -> float:
 
 def moment_bytes(case: Case) -> float:
     """Return the bytes of a parameter's moments on the host."""
-    if not case.optimizer.offload:
+    if not case.optimizer.offloads:
         return 0.0
     return 4.0 if case.optimizer.state_dtype == "bfloat16" else 8.0
 
 
 def state_bytes(case: Case) -> float:
     """Return the bytes of a parameter's moments and of its average on the host."""
-    return moment_bytes(case) + (ENTRY if case.optimizer.ema_offload else 0.0)
+    return moment_bytes(case) + (ENTRY if case.optimizer.offloads_average else 0.0)
 
 
 def inputs_on_host(case: Case, sizes: Sequence[StageSize], ranks: Iterable[int]) -> float:

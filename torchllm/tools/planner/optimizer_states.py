@@ -24,9 +24,9 @@ them for random bits. They are counted, not measured: pieces of them may stay in
 def with_optimizer_states(software: Software, model: Model, training: Training, optimizer: Optimizer) -> Software:
     """Return torchllm's sizes per parameter for an optimizer. software: has AdamW's sizes, with two moments."""
     moments = 0.0  # of the device
-    if not optimizer.offload:
+    if not optimizer.offloads:
         moments = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, optimizer.state_dtype)
-    entries = 1.0 if optimizer.ema_decay and not optimizer.ema_offload else 0.0
+    entries = 1.0 if optimizer.ema_decay and not optimizer.offloads_average else 0.0
     rounded = bytes_of_moments(model, optimizer.name, optimizer.momentum > 0, "float32") / ENTRY
     rounding = rounded * ROUNDED[optimizer.state_dtype] + ROUNDED[training.weights_dtype]
     states = software.states + moments - 2 * ENTRY + ENTRY * entries

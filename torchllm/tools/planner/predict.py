@@ -273,9 +273,9 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     bytes_per_parameter += software.rounding
     updated = _updated_parameters(case, shards)
     update = memory_seconds(updated * bytes_per_parameter, case.hardware)
-    if case.optimizer.offload:
+    if case.optimizer.offloads:
         update = host_update_seconds(case, updated)
-    if case.optimizer.ema_offload:
+    if case.optimizer.offloads_average:
         update += average_seconds(case, updated)
     views = tuple(view for size in sizes for view in size.views)
     return {

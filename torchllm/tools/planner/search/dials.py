@@ -49,7 +49,7 @@ def dials(job: Job) -> Iterator[Dial]:
             yield Dial("optimizer.offload = true", replace(job, optimizer=replace(optimizer, offload=True)))
     if may_offload and optimizer.ema_decay and not optimizer.ema_offload:
         yield Dial("optimizer.ema_offload = true", replace(job, optimizer=replace(optimizer, ema_offload=True)))
-    if optimizer.name != "sgd" and optimizer.state_dtype == "float32" and not optimizer.offload:
+    if optimizer.name != "sgd" and optimizer.state_dtype == "float32" and not optimizer.offloads:
         for dtype in ("bfloat16", "int8"):
             narrow = replace(optimizer, state_dtype=dtype)
             yield Dial(f'optimizer.state_dtype = "{dtype}"', replace(job, optimizer=narrow))
