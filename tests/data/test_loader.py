@@ -659,17 +659,14 @@ def test_tokens_must_fit_the_model(tmp_path: Path) -> None:
         real(tmp_path, source)
 
 
+def _state_of_a_run(folder: Path, source: Source) -> dict[str, Any]:
+    """Prepare a corpus as a process that no other one waits for."""
+    return real(folder, source).state()
+
+
 def test_runs_that_prepare_the_same_corpus_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    source = write_documents(tmp_path, 2000, size=500)
-    script = (
-        "import sys, pathlib; from tests.data.test_loader import *\n"
-        f"print(real(pathlib.Path({str(tmp_path)!r}), Source(kind='jsonl', path={source.path!r})).state())"
-    )
-    command = [sys.executable, "-c", script]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    states = {run.communicate()[0] for run in runs}
-    assert [run.returncode for run in runs] == [0, 0]
-    assert len(states) == 1
+    first, second = workers.POOL.run(_state_of_a_run, 2, tmp_path, write_documents(tmp_path, 2000, size=500))
+    assert first == second
     assert not list((tmp_path / "cache").glob("*/raw*"))
     assert not list((tmp_path / "cache").glob("*/*.tmp"))
 
