@@ -93,6 +93,7 @@ CONTRADICTED: dict[
     "data.fim_tokens": (("a", "b", "c"), {}, {"data.fim_rate": 0.5}),
     "training.max_consecutive_nonfinite": (3, {"training.on_nonfinite": "stop"}, {}),
     "compile.norm": (True, {"model.family": "gpt"}, {}),
+    "optimizer.name": ("muon", {"lora.rank": 4}, {"model.frozen": "embed_tokens.*"}),
     "optimizer.beta1": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.beta2": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.epsilon": (1e-6, {"optimizer.name": "sgd"}, {}),

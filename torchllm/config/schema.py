@@ -86,6 +86,7 @@ LORA = "lora.rank over 0"
 TASKS = Needs("evaluate.tasks_interval over 0, or recipes/evaluate.py", "elsewhere")
 EVALUATED = Needs("evaluate.interval or evaluate.tasks_interval over 0, or recipes/evaluate.py", "elsewhere")
 FREE = "that neither model.frozen nor lora.rank freezes"
+MATRICES = Needs(f"matrices of blocks {FREE}")
 DECAY = "optimizer.weight_decay and a learning rate over 0"
 OWN_HEAD = "model.tied_embeddings = false"
 BUILD = AppliedBy(
@@ -764,7 +765,7 @@ class Optimizer:
     """The optimizer, and how learning rate and weight decay differ by a parameter's role."""
 
     key_notes: ClassVar = (AppliedBy("build_optimizer(stages, config.optimizer)", is_replaceable=True),)
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    name: Annotated[Literal["adamw", "sgd", "muon"], MATRICES] = "adamw"
     """muon: orthogonalized momentum for the matrices of the blocks, adamw for all other parameters"""
     learning_rate: Positive = 3e-4
     """peak learning rate"""

@@ -26,6 +26,7 @@ from torchllm.config.schema import (
     GATHERED,
     KEEPING,
     KIND_KEYS,
+    MATRICES,
     OWN_HEAD,
     OWN_TEXT,
     RAW_KINDS,
@@ -236,6 +237,7 @@ IN_OTHER_WORDS: dict[str, IsMet] = {
     'a source of kind "nanogpt", "llmc" or "mds"': _reads("nanogpt", "llmc", "mds"),
     "a source of raw text": _reads(*RAW_KINDS),
     OWN_TEXT: _reads(*(kind for kind in RAW_KINDS if kind != "stdlib")),  # whose unreadable files are always skipped
+    MATRICES.words: lambda config: config.optimizer.name != "muon" or _trains("matrix")(config),
     f"embeddings {FREE}": _trains("embedding", "position"),
     f"{DECAY}, and embeddings {FREE}": _trains("embedding", decays=True),
     f"{OWN_HEAD}, and a head {FREE}": _trains("head"),
