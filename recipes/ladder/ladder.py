@@ -121,6 +121,10 @@ def read_ladder(file: str) -> Ladder:
 def rung_of(size: str, ladder: Ladder, config: str) -> Rung:
     """Return a size with the overrides that make it of the ladder's run. Raises UserError if the run cannot be it."""
     base = _resolved(config, ladder.overrides, ladder.processes)
+    if base.data.changes_size:
+        raise UserError(
+            "data.stage: the sizes of a ladder have one batch and one length each: set --data.stage=[] in the overrides"
+        )
     tokens = ladder.tokens_per_parameter * amount(size)
     sized = sized_config(amount(size), tokens, base.model.vocab, base.training.sequence_length)
     if ladder.global_batch_size:

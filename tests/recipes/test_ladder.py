@@ -145,6 +145,19 @@ def test_a_size_has_the_tokens_that_are_asked_for(tmp_path: Path) -> None:
     assert longer.parameters == rung.parameters
 
 
+def test_stages_of_other_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their steps have other tokens than the batch of the ladder: the law would be of a compute that was not spent."""
+    run = tmp_path / "run.toml"
+    stages = "[[data.stage]]\nuntil_tokens = 4096\nglobal_batch_size = 4\n[[data.stage]]\nglobal_batch_size = 8\n"
+    run.write_text(f'base = "{DEBUG}"\n{stages}')
+    with pytest.raises(SystemExit) as end:
+        ladders.main([written(tmp_path, config="run.toml"), f"--output={tmp_path / 'out'}"])
+    assert end.value.code == 2
+    assert "data.stage: the sizes of a ladder have one batch" in capsys.readouterr().err
+    without = ladders.read_ladder(written(tmp_path, config="run.toml", overrides=["--data.stage=[]"]))
+    assert ladders.rung_of("50K", without, str(run)).steps > 0
+
+
 def test_a_size_goes_on_from_no_other(tmp_path: Path) -> None:
     rung = ladders.rung_of("50K", ladders.read_ladder(written(tmp_path)), str(DEBUG))
     assert {"--checkpoint.remote=", "--checkpoint.resume=auto"} <= {*rung.overrides}
