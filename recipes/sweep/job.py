@@ -29,8 +29,8 @@ from torchllm.tools.resources import resource
 Overrides = tuple[str, ...]
 """overrides of the command line for a layout of the sweep's run, e.g. --parallel.tp=2"""
 
-COLUMNS = (*MEASURED_COLUMNS, "spread_pct", "layout")
-"""columns of a measurement, as recipes/plan.py reads them; then the spread of the steps and the overrides"""
+COLUMNS = (*MEASURED_COLUMNS, "live_memory_gib", "spread_pct", "layout")
+"""columns of a measurement, as recipes/plan.py reads them; then live tensors, the spread of the steps, the overrides"""
 
 MEASURING = (
     "--metrics.log_interval=1",
@@ -195,7 +195,7 @@ def cpu_cells(config: Config, seconds: float) -> dict[str, str]:
     describes another number of ranks. Memory: empty, because most of a
     process's resident memory is Python and torch, not tensors.
     """
-    cells = {"mfu_pct": "", "hfu_pct": "", "peak_memory_gib": ""}
+    cells = dict.fromkeys(("mfu_pct", "hfu_pct", "peak_memory_gib", "live_memory_gib"), "")
     prediction = planned(config)
     if prediction is not None:
         scale = prediction.step / seconds  # predicted MFU times predicted step time is MFU of a step of one second
@@ -219,14 +219,22 @@ def read_outcome(exit_status: int | None, log: str, metrics: Path, timeout: floa
         return {"status": "crash", "note": "the job logged fewer than two steps"}
     seconds = [record["step_seconds"] for record in counted]
     average = statistics.mean(seconds)
+    live, reserved = largest(counted, "memory_gib"), largest(counted, "memory_reserved_gib")
     return {
         "status": "ok",
         "step_time_s": f"{average:.6g}",
         "spread_pct": f"{100 * statistics.pstdev(seconds) / average:.1f}",
-        "peak_memory_gib": f"{max(record['memory_gib'] for record in counted):.3f}",
+        "peak_memory_gib": reserved or live,  # of torchllm the planner knows reserved bytes
+        "live_memory_gib": live,
         "mfu_pct": average_percent(counted, "mfu"),
         "hfu_pct": average_percent(counted, "hfu"),
     }
+
+
+def largest(records: list[dict[str, float | None]], key: str) -> str:
+    """Return the largest value of the records; empty if none has one."""
+    values = [value for record in records if (value := record.get(key)) is not None]
+    return f"{max(values):.3f}" if values else ""
 
 
 def average_percent(records: list[dict[str, float | None]], key: str) -> str:

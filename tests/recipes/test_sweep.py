@@ -104,6 +104,17 @@ def test_how_a_job_can_end(tmp_path: Path) -> None:
     assert (outcome["spread_pct"], outcome["mfu_pct"], outcome["hfu_pct"]) == ("40.8", "50.00", "")
 
 
+def test_a_gpus_peak_is_what_its_allocator_has_reserved(tmp_path: Path) -> None:
+    """To these bytes `calibrate` fits the allocator's gaps; by the bytes of tensors it would find none."""
+    file = tmp_path / "metrics.jsonl"
+    record = {"step_seconds": 1.0, "memory_gib": 40.0, "memory_reserved_gib": 52.0, "mfu": None, "hfu": None}
+    file.write_text(2 * f"{json.dumps(record)}\n")
+    outcome = read_outcome(0, "", file, 9.0)
+    assert (outcome["peak_memory_gib"], outcome["live_memory_gib"]) == ("52.000", "40.000")
+    file.write_text(2 * f"{json.dumps(record | {'memory_gib': None, 'memory_reserved_gib': None})}\n")
+    assert read_outcome(0, "", file, 9.0)["peak_memory_gib"] == ""
+
+
 def test_a_cpus_layouts_are_compared_with_one_peak_and_not_by_memory() -> None:
     fast, _ = resolve_layout(DEBUG, (), 8)
     recomputing, _ = resolve_layout(DEBUG, ("--recompute.mode=full",), 8)
@@ -117,7 +128,7 @@ def test_a_cpus_layouts_are_compared_with_one_peak_and_not_by_memory() -> None:
     recomputed = cpu_cells(recomputing, 1.0)
     assert recomputed["mfu_pct"] == whole["mfu_pct"]
     assert float(recomputed["hfu_pct"]) > float(whole["hfu_pct"])
-    empty = {"mfu_pct": "", "hfu_pct": "", "peak_memory_gib": ""}
+    empty = {"mfu_pct": "", "hfu_pct": "", "peak_memory_gib": "", "live_memory_gib": ""}
     assert cpu_cells(two_ranks, 1.0) == empty  # the cluster file is of eight ranks
 
 
