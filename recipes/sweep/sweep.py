@@ -9,14 +9,15 @@ run_train.sh runs every layout for `sweep.steps` steps; the first is not counted
 memory or time, or crashes gets a row with the reason; the sweep goes on.
 
 FOLDER/results.csv has one row per layout, in the columns that `recipes/plan.py calibrate` reads; results.md is a
-table. The same command continues a sweep that was ended. --planner-top measures the K layouts
-that the planner predicts to be fastest, and for calibration a quarter of that number spread over the others.
---dry-run lists the layouts and their predictions.
+table. The same command continues a sweep that was ended; FOLDER gets no rows of another run, or number of processes.
+--planner-top measures the K layouts that the planner predicts to be fastest, and for calibration a quarter of that
+number spread over the others. --dry-run lists the layouts and their predictions.
 """
 
 import argparse
 import csv
 import itertools
+import json
 import os
 import signal
 import sys
@@ -37,6 +38,8 @@ from torchllm.tools.resources import find_config
 from .job import COLUMNS, Overrides, measure_layout, resolve_layout
 
 S = TypeVar("S")
+WITHOUT_A_STEP = ("run", "cluster", "schedule", "checkpoint", "metrics", "evaluate", "generate", "export")
+"""sections of a run that change no step's time"""
 ResultRow = dict[str, str]
 """a row of results.csv"""
 
@@ -147,11 +150,31 @@ def main(arguments: list[str]) -> None:
         list_layouts(config, remaining, sweep.processes)
         return
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_other_run(config, sweep.processes, folder)
     print(f"{len(remaining)} layouts to measure, {len(measured)} in {results}", flush=True)
     measure_all(sweep, config, remaining, results)
     table = folder / "results.md"
     table.write_text(results_table(read_results(results)))
     print(table)
+
+
+def refuse_other_run(config: str, processes: int, folder: Path) -> None:
+    """Write into a sweep's folder which run its layouts change. SystemExit(2) if the folder has rows of another one.
+
+    A row is known by its overrides alone, which say nothing about the run.
+    """
+    file = folder / "sweep.json"
+    table = read_files(config, []).table
+    sections = {name: keys for name, keys in table.items() if name not in WITHOUT_A_STEP}
+    content = json.dumps({"processes": processes, "run": sections}, indent=1, sort_keys=True, default=str)
+    if (folder / "results.csv").exists() and file.exists() and file.read_text() != content:
+        print(
+            f"{file}: the rows there are of another run, or number of processes: choose another --output, or remove "
+            f"{folder / 'results.csv'}",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    file.write_text(content)
 
 
 def results_table(rows: Sequence[ResultRow]) -> str:

@@ -260,6 +260,18 @@ def test_a_sweep_measures_what_is_not_measured_yet(
     assert "0 layouts to measure, 2 in " in capsys.readouterr().out
     assert len(started) == 3
 
+    run = tmp_path / "run.toml"
+    run.write_text(run.read_text() + "[run]\nseed = 5\n")
+    main(command)  # which no step time depends on
+    run.write_text(run.read_text() + "[model]\nlayers = 3\n")
+    with pytest.raises(SystemExit) as refused:
+        main(command)
+    assert refused.value.code == 2
+    assert "sweep.json: the rows there are of another run" in capsys.readouterr().err
+    (tmp_path / "out" / "results.csv").unlink()
+    main(command)
+    assert len(started) == 5
+
 
 @pytest.mark.exhaustive
 def test_a_real_sweep(tmp_path: Path) -> None:
