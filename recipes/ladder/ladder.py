@@ -179,6 +179,9 @@ def main(arguments: list[str]) -> None:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         raise SystemExit(130) from None
+    except UserError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def run_ladder(ladder: Ladder, rungs: Sequence[Rung], last: Rung, config: str, folder: Path) -> None:
@@ -248,7 +251,7 @@ def read_sizes(file: Path) -> list[Measured]:
     if not file.is_file():
         return []
     with file.open(newline="") as opened:
-        rows = list(csv.reader(opened))[1:]
+        rows = [row for row in csv.reader(opened) if row][1:]
     try:
         return [Measured(size, int(n), int(d), float(compute), float(loss)) for size, n, d, compute, loss in rows]
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Ladders: the law and its interval, which sizes are trained when, and a real one of four sizes."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from ladder.ladder import Ladder
 
 from tests.tiny_run import ROOT
 from torchllm.config import Config, Optimizer, Run
-from torchllm.config.errors import UserError
 
 DEBUG = ROOT / "train_configs" / "debug.toml"
 COMPUTE = np.array([2.7e11, 8.9e11, 3.1e12, 1.7e13, 6.4e13])
@@ -163,11 +163,17 @@ def test_a_size_goes_on_from_no_other(tmp_path: Path) -> None:
     assert {"--checkpoint.remote=", "--checkpoint.resume=auto"} <= {*rung.overrides}
 
 
-def test_rows_that_are_no_numbers_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "results.csv"
+def test_rows_that_are_no_numbers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out" / "results.csv"
+    file.parent.mkdir()
+    file.write_text("size,parameters,tokens,compute,loss\n50K,1,1,1,1\n\n")
+    assert [row.size for row in ladders.read_sizes(file)] == ["50K"]
     file.write_text("size,parameters,tokens,compute,loss\n50K,many,1,1,1\n")
-    with pytest.raises(UserError, match=r"results.csv: invalid literal .*'many': remove the row"):
-        ladders.read_sizes(file)
+    with pytest.raises(SystemExit) as end:
+        ladders.main([written(tmp_path), f"--output={file.parent}"])
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert re.fullmatch(r".*results.csv: invalid literal .*'many': remove the row, .*\n", line)
 
 
 @pytest.mark.exhaustive
