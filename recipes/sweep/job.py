@@ -219,7 +219,7 @@ def read_outcome(exit_status: int | None, log: str, metrics: Path, timeout: floa
         return {"status": "crash", "note": "the job logged fewer than two steps"}
     seconds = [record["step_seconds"] for record in counted]
     average = statistics.mean(seconds)
-    live, reserved = largest(counted, "memory_gib"), largest(counted, "memory_reserved_gib")
+    live, reserved = largest_of_records(counted, "memory_gib"), largest_of_records(counted, "memory_reserved_gib")
     return {
         "status": "ok",
         "step_time_s": f"{average:.6g}",
@@ -231,7 +231,7 @@ def read_outcome(exit_status: int | None, log: str, metrics: Path, timeout: floa
     }
 
 
-def largest(records: list[dict[str, float | None]], key: str) -> str:
+def largest_of_records(records: list[dict[str, float | None]], key: str) -> str:
     """Return the largest value of the records; empty if none has one."""
     values = [value for record in records if (value := record.get(key)) is not None]
     return f"{max(values):.3f}" if values else ""
