@@ -116,7 +116,11 @@ def test_the_newest_is_loaded_from_where_it_is(tmp_path: Path) -> None:
 
 
 def test_a_copy_without_its_manifest_or_suspect_is_not_loaded(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 3, keep=0)
+    saving = checkpoints(tmp_path, keep=0)
+    for step in (1, 2, 3):
+        saving.save(step, {})
+        wait_for_copy(saving, tmp_path, step)
+    saving.close()
     (tmp_path / "copies/step-00000003" / MANIFEST).unlink()
     (tmp_path / "copies/step-00000002" / SUSPECT).write_text("{}")
     shutil.rmtree(tmp_path / "run")
