@@ -69,9 +69,14 @@ def run(command: str) -> str:
 
 
 def shown(command: str) -> str:
-    """Return the output of a command as a page has it, in lines of `WIDTH` characters."""
+    """Return the output of a command as a page has it."""
+    return wrapped(run(command))
+
+
+def wrapped(text: str) -> str:
+    """Return a text in lines of `WIDTH` characters."""
     lines = []
-    for line in run(command).splitlines():
+    for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         options = {"break_long_words": False, "break_on_hyphens": False}
         lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent, **options) if len(line) > WIDTH else [line]

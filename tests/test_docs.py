@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, get_origin
@@ -16,6 +17,7 @@ import torch
 
 from recipes import evaluate
 from recipes import generate as generate_recipe
+from recipes.plan import plan_parser
 from tests import workers
 from tests.config.conftest import enter_empty_folder
 from tests.recipes.warm import rank_of_torchrun
@@ -30,6 +32,9 @@ from torchllm.tools.config.load import load_config
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.hub.weights import load_weights
+from torchllm.tools.planner.search.explain import ranking_table
+from torchllm.tools.planner.search.question import read_hardware, read_model
+from torchllm.tools.planner.search.search import Search
 from torchllm.tools.proof.axes import TECHNIQUES
 from torchllm.tools.proof.prove import ProofOptions, Prover
 from torchllm.tools.proof.recipe import import_recipe
@@ -56,13 +61,16 @@ def load_file(name: str, file: Path):  # type: ignore[no-untyped-def]  # as abov
 generate = load_script("generate")
 QUOTES = [(page, quote) for page in PAGES for quote in generate.quotes(page.read_text())]
 REPEATED = [(page, quote) for page, quote in QUOTES if not quote.measured]
+PLANNED = "rank --model llama_65b"
+"""of the README, which quotes the first row of what is printed"""
 
 
 def cases() -> list[Any]:
     """Return a case for each quote; those that take a quarter of a minute for the night."""
     listed = []
     for page, quote in REPEATED:
-        marks = [pytest.mark.exhaustive] if "llama3_405b" in quote.command else []
+        is_long = "llama3_405b" in quote.command or PLANNED in quote.command
+        marks = [pytest.mark.exhaustive] if is_long else []
         listed.append(pytest.param(page, quote, marks=marks, id=f"{page.name}: {quote.command}"))
     return listed
 
@@ -71,6 +79,18 @@ def cases() -> list[Any]:
 def test_output_is_as_quoted(page: Path, quote) -> None:  # type: ignore[no-untyped-def]  # generate.Quote
     """If this fails because a text was changed: `python docs/generate.py`."""
     assert generate.shown(quote.command) == quote.output
+
+
+def test_the_planned_layout_is_as_quoted() -> None:
+    """Without the rest of what the command searches and prints: docs/plan.md has all of it, of another model."""
+    (quote,) = (quote for _, quote in REPEATED if PLANNED in quote.command)
+    words = shlex.split(quote.command.partition(" 2>&1")[0])
+    options = plan_parser().parse_args(words[2:])
+    model = read_model(options.model)
+    training = Training(global_batch_size=options.global_batch_size, sequence_length=options.sequence_length)
+    job = replace(model.job(read_hardware(options.cluster), *options.gpus.numbers), training=training)
+    heading, row, *_ = ranking_table(job, Search(job, count=1).find_best().best)
+    assert generate.wrapped(f"{heading}\n{row}") == quote.output
 
 
 def wide_lines(page: Path) -> list[str]:

@@ -57,7 +57,7 @@ def test_the_written_run_is_one_that_the_config_accepts(
     for name in ("WORLD_SIZE", "NNODES", "NPROC"):
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / "mine.toml"
-    main([*RANK, "--json", "--write", str(file), "--tokens", "1e11"])
+    main([*FEW, "--json", "--write", str(file), "--tokens", "1e11"])
     [plan] = json.loads(capsys.readouterr().out)
     config = load_config([str(file), "--run.dry_run=true"])
     first = plan["picks"][0]
@@ -86,26 +86,6 @@ def test_keys_of_the_command_line_are_set_or_bounded(tmp_path: Path, capsys: pyt
     assert {layout["micro_batch_size"] for layout in layouts} == {1}
     written = read_model(str(file)).config
     assert (written.model.vocab, written.optimizer.name) == (50304, "muon")
-    with pytest.raises(UserError, match=r"no valid layout on 8 GPUs: no mesh has the degrees that are set"):
-        main([*SMALL, "--gpus=8", "--parallel.pp=3"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--parallel.pq=1"], r"^--parallel.pq: unknown key; did you mean parallel\.\w+\?$"),
-        (["--parallel.pp=two"], r"^--parallel.pp: "),
-        (["--max=model.layers=2"], r"^--max model.layers=2: must be KEY=NUMBER, and KEY one of training.micro_batch_"),
-        (["--training.sequence_length=1"], r"^--sequence-length and --training.sequence_length are the same key"),
-        (["--check"], r"^--check: unknown argument"),
-        (["--cluster.name=dgx_h100"], r"^--cluster.name: give --cluster"),
-        (["--data.sources.0.path=x"], r"^--data.sources.0.path: an element of an array has no effect on a plan"),
-        (["other.toml"], r"^other.toml: unknown argument; overrides are --section.key=value"),
-    ],
-)
-def test_wrong_keys_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        main([*RANK, *words])
 
 
 @pytest.mark.parametrize(
@@ -116,13 +96,13 @@ def test_wrong_keys_are_refused(words: list[str], message: str) -> None:
     ],
 )
 def test_what_a_run_would_refuse_is_said(words: list[str], refused: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main([*SMALL, "--gpus=8", *words])
+    main([*SMALL, *FIXED, "--gpus=8", *words])
     assert f"--check refuses {refused}" in capsys.readouterr().err
 
 
 def test_explain_takes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.toml"
-    main([*SMALL, "--gpus=8", "--write", str(file)])
+    main([*SMALL, *FIXED, "--gpus=8", "--write", str(file)])
     capsys.readouterr()
     main(["explain", str(file), "--parallel.tp=4", "--parallel.dp_shard=2", "--parallel.dp_replicate=1"])
     assert "yours: dp_shard 2, tp 4" in capsys.readouterr().out
@@ -141,15 +121,9 @@ def test_the_best_number_of_gpus_up_to_a_limit(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     "words",
     [
-        ["--model=llama3_8b", "--gpus=4", "--sequence-length=8192", "--global-batch-size=64", "--dials"],
+        ["--model=llama3_8b", "--gpus=4", *LONG, "--parallel.pp=1", "--parallel.cp=1", "--dials"],
         ["--model=llama3_8b", "--gpus=8", "--sequence-length=32768", "--global-batch-size=64"],
-        [
-            "--model=llama3_8b",
-            "--gpus=8",
-            "--sequence-length=8192",
-            "--global-batch-size=64",
-            "--optimizer.offload=true",
-        ],
+        ["--model=llama3_8b", "--gpus=8", *LONG, "--optimizer.offload=true"],
         pytest.param(
             ["--model=qwen3_30b_a3b", "--gpus=64", "--sequence-length=4096", "--global-batch-size=256"],
             marks=pytest.mark.exhaustive,
@@ -179,7 +153,7 @@ def test_the_plan_of_a_written_run_is_the_printed_one(
 
 @pytest.mark.exhaustive
 def test_dials_leave_keys_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model=llama3_8b", "--gpus=4", "--sequence-length=8192", "--global-batch-size=64", "--dials", "--json"]
+    words = ["--model=llama3_8b", "--gpus=4", *LONG, "--parallel.pp=1", "--dials", "--json"]
     keys = []
     for more in ([], ["--training.weights_dtype=float32"]):
         main(["rank", "--cluster=dgx_a100", *FIXED[1:], *words, *more])
@@ -188,12 +162,6 @@ def test_dials_leave_keys_that_are_set(capsys: pytest.CaptureFixture[str]) -> No
         keys.append({key.partition(" ")[0] for dialed in plan["dials"] for key in dialed["keys"]})
     assert "training.weights_dtype" in keys[0]
     assert "training.weights_dtype" not in keys[1]
-
-
-def test_dials_are_for_one_search() -> None:
-    for words in (["--gpus=8,16"], ["--gpus=8", "--objective=memory"]):
-        with pytest.raises(UserError, match=r"^--dials: needs one number of --gpus, and no --objective memory$"):
-            main([*SMALL, *words, "--dials"])
 
 
 def test_the_runs_to_measure_are_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +178,7 @@ def test_the_runs_to_measure_are_a_sweep(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_wide_interval_is_no_advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchllm.tools.planner.search.advice.WIDEST", 1.1)
-    main([*SMALL, "--gpus=8"])
+    main([*SMALL, *FIXED, "--gpus=8"])
     output = capsys.readouterr().out
     assert "Take the first" not in output
     assert "\nWhich is the fastest is not known: the first's step is known to a factor of " in output
@@ -231,12 +199,12 @@ def test_a_layout_that_may_not_fit_is_written_only_if_the_risk_is_accepted(
 
 def test_a_run_is_explained_beside_the_first_pick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.toml"
-    main([*RANK, "--write", str(file)])
+    main([*SMALL, "--gpus=8", "--write", str(file)])
     capsys.readouterr()
     main(["explain", str(file)])
     assert "They are the same layout." in capsys.readouterr().out
     text = file.read_text()
-    slow = {"pp": "1", "dp_replicate": "1", "dp_shard": "2", "cp": "1", "tp": "8", "sequence_parallel": "true"}
+    slow = {"pp": "1", "dp_replicate": "1", "dp_shard": "1", "cp": "1", "tp": "8", "sequence_parallel": "true"}
     for key, value in slow.items():
         text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
     file.write_text(text)
@@ -252,15 +220,15 @@ def test_a_run_is_explained_beside_the_first_pick(tmp_path: Path, capsys: pytest
     child.write_text('base = "mine.toml"\n[training]\nsteps = 5\n')
     with pytest.raises(UserError, match=r"mine.toml:\d+: parallel\."):  # where the key is written
         main(["explain", str(child)])
-    file.write_text(text.replace("dp_shard = 2", "dp_shard = -1"))
+    file.write_text(text.replace("dp_shard = 1", "dp_shard = -1"))
     with pytest.raises(UserError, match="ranks is unknown: set --gpus, or give a degree"):
         main(["explain", str(file)])
-    main(["explain", str(file), "--gpus", "16"])
+    main(["explain", str(file), "--gpus", "8"])
 
 
 def test_experts_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["rank", "--model", "olmoe_1b_7b", "--cluster", "dgx_h100", "--gpus", "8"]
-    words += ["--sequence-length", "4096", "--global-batch-size", "64", "--imbalance"]
+    words += ["--sequence-length", "4096", "--global-batch-size", "64", *FIXED, "--imbalance"]
     main([*words, "1.5"])
     output = capsys.readouterr().out
     assert "The best 10 of " in output
@@ -276,7 +244,7 @@ def test_a_written_run_has_data_and_cluster(
     clusters = ROOT / "train_configs" / "clusters"
     (tmp_path / "mine.toml").write_text((clusters / "dgx_a100.toml").read_text())
     monkeypatch.chdir(tmp_path)
-    arguments = list(RANK)
+    arguments = list(FEW)
     arguments[arguments.index("dgx_a100")] = "mine.toml"
     main([*arguments, "--write", "run.toml"])
     assert "run.toml: [data] is Python's standard library as bytes, to try the layout." in capsys.readouterr().err
@@ -306,7 +274,7 @@ def test_sizes_and_data_may_be_in_the_models_file(
 
 
 def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word if word != "16" else "8,16" for word in FEW]
+    words = [*SMALL, *FIXED, "--gpus=8,16"]
     main(words)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["GPUs", "8", "16"]
@@ -321,7 +289,19 @@ def without(option: str) -> list[str]:
     return [*RANK[:place], *RANK[place + 2 :]]
 
 
+ONE_SEARCH = r"^--dials: needs one number of --gpus, and no --objective memory$"
 REFUSED = [
+    ([*RANK, "--parallel.pq=1"], r"^--parallel.pq: unknown key; did you mean parallel\.\w+\?$"),
+    ([*RANK, "--parallel.pp=two"], r"^--parallel.pp: "),
+    ([*RANK, "--max=model.layers=2"], r"^--max model.layers=2: must be KEY=NUMBER, and KEY one of training.micro_ba"),
+    ([*RANK, "--training.sequence_length=1"], r"^--sequence-length and --training.sequence_length are the same key"),
+    ([*RANK, "--check"], r"^--check: unknown argument"),
+    ([*RANK, "--cluster.name=dgx_h100"], r"^--cluster.name: give --cluster"),
+    ([*RANK, "--data.sources.0.path=x"], r"^--data.sources.0.path: an element of an array has no effect on a plan"),
+    ([*RANK, "other.toml"], r"^other.toml: unknown argument; overrides are --section.key=value"),
+    ([*SMALL, "--gpus=8", "--parallel.pp=3"], r"no valid layout on 8 GPUs: no mesh has the degrees that are set"),
+    ([*SMALL, "--gpus=8,16", "--dials"], ONE_SEARCH),
+    ([*SMALL, "--gpus=8", "--objective=memory", "--dials"], ONE_SEARCH),
     ([*RANK, "--imbalance", "1.5"], r"^--imbalance: .*llama_13b.toml has no experts: remove it$"),
     (without("--sequence-length"), r"^--sequence-length is missing: .*llama_13b\.toml has no training\."),
     (without("--global-batch-size"), r"^--global-batch-size is missing: .*llama_13b\.toml has no training\."),
@@ -348,8 +328,10 @@ def test_it_starts_without_torch_and_numpy() -> None:
 
 
 def test_calibrate_a_table(tmp_path: Path) -> None:
-    sweep = str(ROOT / "docs" / "sweep" / "results.csv")
-    main(["calibrate", sweep, "-o", str(tmp_path / "mine.toml")])
+    """Of the first five rows; tests/test_readme.py has all."""
+    rows = (ROOT / "docs/sweep/results.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "few.csv").write_text("".join(rows[:6]))
+    main(["calibrate", str(tmp_path / "few.csv"), "-o", str(tmp_path / "mine.toml")])
     assert read_hardware(str(tmp_path / "mine.toml")).gpu == read_hardware("this_cpu").gpu
 
 
@@ -362,7 +344,7 @@ micro_batch_size = 1
 global_batch_size = 64
 sequence_length = 2048
 [parallel]
-dp_shard = 8
+dp_shard = 4
 [[data.sources]]
 kind = "stdlib"
 [[data.stage]]
@@ -377,17 +359,17 @@ def test_stages_of_several_sizes_are_planned_together(tmp_path: Path, capsys: py
     """A layout that fits in the first stage may not fit in the second."""
     file = tmp_path / "stages.toml"
     file.write_text(STAGES.format(root=ROOT))
-    main(["explain", str(file), *FIXED])
+    main(["explain", str(file)])
     lines = capsys.readouterr().out.splitlines()
-    yours, found = lines.index("yours: dp_shard 8, micro batch 1, zero 3"), len(lines) - 5
+    yours, found = lines.index("yours: dp_shard 4, micro batch 1, zero 3"), len(lines) - 5
     assert lines[found].startswith("the fastest over 2 stages: ")
     short, long, hours = lines[yours + 2 : found]
     assert re.search(r" fits +400 +64 +2,048  data\.stage\.0$", short)
     assert re.search(r" does not fit +600 +8 +65,536  data\.stage\.1$", long)
     steps = [float(line.split()[0]) for line in (short, long)]
     assert float(hours.split()[0]) == pytest.approx((400 * steps[0] + 600 * steps[1]) / 3600, rel=2e-3)
-    rank = ["rank", f"--model={file}", "--cluster=dgx_h100", *FIXED]
-    main([*rank, "--gpus=8"])
+    rank = ["rank", f"--model={file}", "--cluster=dgx_h100", *FIXED, "--parallel.pp=1"]
+    main([*rank, "--gpus=4"])
     *_, ranked, _, short, long, hours, last = capsys.readouterr().out.splitlines()
     assert ranked.startswith("The fastest over 2 stages: ")
     for line in (short, long, *lines[found + 2 : found + 4]):
@@ -396,9 +378,9 @@ def test_stages_of_several_sizes_are_planned_together(tmp_path: Path, capsys: py
     assert last == 'A run takes it with parallel.layout = "auto", if its file sets none of these keys.'
     for option in ("--dials", "--json", "--tokens=1e9", "--write=x.toml", "--global-batch-size=8"):
         with pytest.raises(UserError, match=rf"^{option.split('=')[0]}: .* has stages of several sizes"):
-            main([*rank, "--gpus=8", option])
+            main([*rank, "--gpus=4", option])
     with pytest.raises(UserError, match=r"--imbalance: .* has no experts: remove it"):
-        main([*rank, "--gpus=8", "--imbalance=2"])
+        main([*rank, "--gpus=4", "--imbalance=2"])
     with pytest.raises(UserError, match="give one number of --gpus"):
         main([*rank, "--gpus=8,16"])
     with pytest.raises(UserError, match="the cluster has"):

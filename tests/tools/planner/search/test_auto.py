@@ -64,7 +64,7 @@ def test_steps_of_other_sizes_are_planned_together_and_not_as_one() -> None:
     assert planned(growing) is None
     with pytest.raises(UserError, match='"tune" measures steps of one size'):
         choose_layouts(growing, 8, (), count=2)
-    [chosen], line = choose_layouts(growing, 4, ())
+    [chosen], line = choose_layouts(growing, 4, ("parallel.pp", "parallel.cp", "recompute.mode"))
     assert chosen.parallel.dp_shard * chosen.parallel.dp_replicate <= 4  # sequences of the first stage
     assert chosen.parallel.ranks == 4
     assert ": the fastest over 2 stages that 4 ranks on dgx_h100 can have, predicted " in line

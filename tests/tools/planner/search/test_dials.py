@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.tools.planner.search.test_enumeration import gathered_again
 from tests.tools.planner.search.test_search import LARGE, SMALL, all_layouts, cluster, make_job
 from torchllm.config import Compile, Config, Optimizer
 from torchllm.tools.planner.cluster import Host
@@ -13,15 +14,19 @@ from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.advice import within_risk
 from torchllm.tools.planner.search.dials import WORTH, cheapest_dial, dial_lines, dial_sets, dials, turn_dials
 from torchllm.tools.planner.search.explain import fits_nowhere
-from torchllm.tools.planner.search.layouts import Job
+from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.search import HOST_MEMORY, search
 
 HOST = Host(bandwidth=30e9, memory_bandwidth=50e9)
 
 
 def job_with(memory: float, host: Host = HOST, optimizer: Optimizer | None = None) -> Job:
+    """Return a job of a few hundred layouts, of which without a key none fits in 40 GB."""
     hardware = replace(cluster(memory=memory), host=host)
-    return make_job(LARGE, gpus=4, batch=64, length=4096, hardware=hardware, optimizer=optimizer or Optimizer())
+    few = {"pp": 1, "cp": 1}
+    return make_job(
+        LARGE, gpus=4, batch=8, length=4096, hardware=hardware, optimizer=optimizer or Optimizer(), fixed=few
+    )
 
 
 def test_the_key_that_makes_it_fit_is_named_with_its_price() -> None:
@@ -53,10 +58,9 @@ def test_a_key_whose_bytes_the_host_cannot_hold_does_not_make_it_fit() -> None:
     assert search(replace(job, optimizer=Optimizer(offload=True, state_dtype="bfloat16"))).best
 
 
-@pytest.mark.exhaustive
 def test_layouts_without_room_on_the_host_are_counted_once() -> None:
     """Also those that are looked at again with inputs that are gathered again."""
-    job = job_with(40e9, replace(HOST, capacity=18e9 / USABLE), Optimizer(offload=True))
+    job = job_with(40e9, replace(HOST, capacity=17e9 / USABLE), Optimizer(offload=True))
     rejected = 0
     for layout in filter(job.accepts, all_layouts(job)):
         prediction = predict(job.case(layout))
@@ -67,7 +71,7 @@ def test_layouts_without_room_on_the_host_are_counted_once() -> None:
 
 
 def test_of_several_the_fastest_is_named() -> None:
-    job = job_with(45e9)
+    job = job_with(40e9)
     steps = {}
     for dial in dials(job):
         if best := search(dial.job, 1).best:
@@ -118,7 +122,7 @@ def test_every_set_of_keys_is_tried_once() -> None:
 
 
 @pytest.mark.exhaustive  # 40 searches each
-@pytest.mark.parametrize("memory", [28e9, 40e9])
+@pytest.mark.parametrize("memory", [28e9, 34e9])
 def test_each_line_is_faster_and_the_last_is_the_fastest(memory: float) -> None:
     job = job_with(memory)
     turned = turn_dials(job)
@@ -137,21 +141,30 @@ def test_each_line_is_faster_and_the_last_is_the_fastest(memory: float) -> None:
     assert lines[-2] == "Not known: whether the host has room ([host] capacity of the cluster file)."
 
 
-@pytest.mark.parametrize(
-    "memory", [6e9, *(pytest.param(memory, marks=pytest.mark.exhaustive) for memory in (8e9, 80e9))]
-)
+@pytest.mark.parametrize("memory", [2.07e9, 2.1e9])
 def test_the_search_with_offload_finds_what_trying_all_finds(memory: float) -> None:
+    """The fastest does not fit; with the larger memory the best gathers its inputs again."""
     hardware = replace(cluster(memory=memory), host=Host(1e9, 1e9))
-    job = make_job(SMALL, gpus=4, hardware=hardware, optimizer=Optimizer(offload=True), offloads_inputs=True)
-    predictions = [predict(job.case(layout)) for layout in all_layouts(job) if job.accepts(layout)]
-    steps = [prediction.step for prediction in predictions if prediction.fits]
+    job = make_job(
+        SMALL,
+        gpus=4,
+        batch=4,
+        hardware=hardware,
+        optimizer=Optimizer(offload=True),
+        offloads_inputs=True,
+        fixed={"schedule": "1F1B"},
+    )
+    predictions = {layout: predict(job.case(layout)) for layout in all_layouts(job) if job.accepts(layout)}
+    predictions |= dict(gathered_again(job, predictions))
+    steps = [prediction.step for prediction in predictions.values() if prediction.fits]
     found = search(job, 1).best
-    assert [ranked.prediction.step for ranked in found] == sorted(steps)[:1]
+    assert [ranked.prediction.step for ranked in found] == [min(steps)]
+    assert min(steps) > min(prediction.step for prediction in predictions.values())
 
 
 def test_a_layout_that_recomputes_no_whole_blocks_offloads_none() -> None:
     job = replace(job_with(80e9), offloads_inputs=True)
-    layout = search(job, 1).best[0].layout
+    layout = Layout(pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=1)
     for mode, offloads in (("none", False), ("selective", False), ("full", True), ("segment", True)):
         run = job.config(Config(), layout._replace(recompute=mode))  # type: ignore[arg-type]  # one of its words
         assert (run.recompute.mode, run.recompute.offload) == (mode, offloads)

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -197,10 +198,15 @@ def speed_and_size(prediction: Prediction) -> tuple[float, float]:
     return prediction.step, prediction.memory.total
 
 
-def check_job(seed: int) -> None:
-    """Search a random job, and compare with predictions of all its layouts."""
+@cache
+def searched(seed: int) -> tuple[Job, Found]:
+    """Return a random job, and what a search finds."""
     job = random_job(seed)
-    outcome = Search(job).run()
+    return job, Search(job).run()
+
+
+def check_job(job: Job, outcome: Found) -> None:
+    """Compare what a search has found with predictions of all layouts of the job."""
     predictions = enumerate_layouts(job)
     method_without_cp = job.fixed.get("cp_method", "ring")
     assert outcome.layouts == len(predictions)
@@ -262,14 +268,15 @@ def check_near_misses(job: Job, outcome: Found, predictions: dict[Layout, Predic
 
 @pytest.mark.parametrize("seed", JOBS)
 def test_search_finds_what_enumeration_finds(seed: int) -> None:
-    check_job(seed)
+    check_job(*searched(seed))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("first", range(0, 300, 20))
 def test_search_finds_what_enumeration_finds_in_more_jobs(first: int) -> None:
     for seed in range(first, first + 20):
-        check_job(seed)
+        job = random_job(seed)
+        check_job(job, Search(job).run())
 
 
 def kind_of(outcome: Found) -> str:
@@ -283,8 +290,7 @@ def kind_of(outcome: Found) -> str:
 
 def test_the_jobs_have_what_a_search_decides_by() -> None:
     """In some nothing fits, in some a part; among the best are all kinds of recomputation, ep, cp, LoRA and Muon."""
-    jobs = [random_job(seed) for seed in JOBS]
-    outcomes = [Search(job).run() for job in jobs]
+    jobs, outcomes = zip(*map(searched, JOBS), strict=True)
     kinds = {kind_of(outcome) for outcome in outcomes}
     layouts = [ranked.layout for outcome in outcomes for ranked in outcome.best]
     assert kinds == {"no layout", "nothing fits", "a part fits", "everything fits"}

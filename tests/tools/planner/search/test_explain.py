@@ -140,14 +140,15 @@ def test_near_misses_name_what_is_missing() -> None:
 
 def test_where_nothing_fits_or_divides_what_would_do_is_named() -> None:
     """By the message: as many GPUs and no half of them, so long sequences and no longer ones."""
-    job = make_job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
+    few = {"pp": 1, "cp": 1}
+    job = make_job(LARGE, gpus=4, batch=16, length=4096, hardware=cluster(memory=22e9), fixed=few)
     message = fits_nowhere(job, search(job))
     gpus = int(re.search(r"it would fit on (\d+) GPUs", message)[1])
     assert search(replace(job, gpus=gpus)).best
     assert not search(replace(job, gpus=gpus // 2)).best
     assert "; the closest, " in message
 
-    job = make_job(LARGE, gpus=2, batch=4, length=65536)
+    job = make_job(LARGE, gpus=2, batch=4, length=65536, fixed=few)
     length = int(re.search(r" or with sequences of (\d+) tokens$", fits_nowhere(job, search(job)))[1])
     for tokens, fits in ((length, True), (2 * length, False)):
         shorter = replace(job, training=replace(job.training, sequence_length=tokens))
