@@ -43,7 +43,7 @@ TRAIN = [
     "--generate.after_training=false",
 ]
 PLAN = ["plan", "rank", "--model=llama3_1b", "--cluster=dgx_h100", "--gpus=8"]
-PLAN += ["--sequence-length=4096", "--global-batch-size=64"]
+PLAN += ["--sequence-length=4096", "--global-batch-size=64", "--model.layers=2", "--parallel.pp=1", "--parallel.cp=1"]
 
 
 class Distributions(NamedTuple):
@@ -146,7 +146,6 @@ def test_it_trains_and_plans_from_an_empty_folder_and_writes_nothing_else(instal
     assert "8 x H100" in installation.run("torchllm", *PLAN, "--write", "planned.toml")
     checked = installation.run("torchllm", "train", "planned.toml", "--check", NPROC="8")
     assert "NPROC=8" in checked
-    assert "NPROC=1" in installation.run("torchllm", "train", "train_configs/debug.toml", "--check")
     assert tree(installation.package) == installed
 
 
@@ -164,7 +163,6 @@ def test_a_recipe_and_a_config_are_copied_and_started(installation: Installation
     installation.run("torchllm", "copy", "train_configs/debug.toml", "mine.toml")
     installation.run("torchllm", "copy", "run_train.sh")
     assert "NPROC=1" in installation.run("torchllm", "train", "mine.toml", "--check", RECIPE="mine.py")
-    assert "NPROC=1" in installation.run("./run_train.sh", "mine.toml", "--check")
     assert "NPROC=1" in installation.run("./run_train.sh", "--check")
 
 
