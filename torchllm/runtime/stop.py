@@ -14,6 +14,9 @@ STOP = "stop"
 class StopSource:
     """A source of requests to stop this rank. By default there are none."""
 
+    before_early_end: Callable[[], None] = staticmethod(lambda: None)
+    """called before a request ends the process in its start-up: takes back notes on work that is not done"""
+
     def requested(self) -> bool:
         """Return whether this rank was asked to stop."""
         return False

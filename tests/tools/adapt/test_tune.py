@@ -17,8 +17,11 @@ from tests.tiny_run import curve
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.runtime.stop import STOP, StopSource
 from torchllm.tools.adapt import tune
 from torchllm.tools.adapt.tune import fastest, is_settled
+from torchllm.tools.launch import stop_requests
+from torchllm.tools.launch.stop_requests import StopRequests
 from torchllm.tools.planner.search.layouts import layout_of
 
 
@@ -32,6 +35,7 @@ def _runtime() -> Any:
         host_group=group,
         barrier=lambda: dist.barrier(group=group),
         release_memory=gc.collect,
+        stop_requests=StopSource(),
     )
 
 
@@ -152,6 +156,39 @@ def test_a_layout_that_ended_a_job_is_not_tried_again(tmp_path: Path) -> None:
         assert run(_pretended, 1, tmp_path, [1.0, 2.0, 3.0]) == [(tp, [tp, dp, pp])]
     one = _configs()[0]
     assert fastest([one], None, Path("/nowhere")) is one  # not measured
+
+
+class _Ended(BaseException):
+    """In place of the end of the process."""
+
+
+def _asked_to_stop(cache: Path) -> dict[str, float]:
+    """The times on disk after a request to stop in the second measurement."""
+    runtime = _runtime()
+    requests = runtime.stop_requests = StopRequests(cache, 0, 1, is_launched=True)
+
+    def measure(config: Config, runtime: Any) -> float:
+        if text_of(config) != text_of(_configs()[1]):
+            return 1.0
+        (cache / STOP).touch()
+        requests._end_if_asked()
+        raise AssertionError
+
+    def end(status: int) -> None:
+        raise _Ended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "measure", measure)
+        patch.setattr(stop_requests, "end_process", end)
+        with pytest.raises(_Ended):
+            fastest(_configs(), runtime, cache)
+    [times] = json.loads((cache / "tuned.json").read_text()).values()
+    return dict(times)
+
+
+def test_a_layout_that_is_measured_when_the_job_is_asked_to_stop_is_measured_again(tmp_path: Path) -> None:
+    tp, *_ = map(text_of, _configs())
+    assert run(_asked_to_stop, 1, tmp_path) == [{tp: 1.0}]
 
 
 def test_a_run_of_two_ranks_tunes_itself_and_trains(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ All in one launch: each layout is built as the run would build it, takes some st
 again. Other programs on the machine only slow a step down: a layout's time is that of its fastest step, and it takes
 steps until the two fastest agree. The times are kept in tuned.json of the cache folder, by model, batch, machine and
 versions: the next run measures nothing. A layout that ended a job before it had a time (out of memory) is not tried
-again.
+again, unless the job was asked to stop.
 """
 
 import hashlib
@@ -12,9 +12,11 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,8 +52,10 @@ def fastest(configs: Sequence[C], runtime: Runtime, cache: Path) -> C:
         if layout in times.seconds:
             log.info("tune: %.4g s per step, measured before: %s", times.seconds[layout], layout)
             continue
-        times.write(layout, math.inf)  # so it stays if measuring ends the job
+        runtime.stop_requests.before_early_end = partial(times.forget, layout)
+        times.write(layout, math.inf)  # so it stays if measuring ends the job, unless the job is asked to stop
         times.write(layout, measure(config, runtime))
+        runtime.stop_requests.before_early_end = lambda: None
         log.info("tune: %.4g s per step: %s", times.seconds[layout], layout)
     best = min(configs, key=lambda config: times.seconds[layout_of(config).text()])
     layout = layout_of(best).text()
@@ -112,10 +116,18 @@ class LayoutTimes:
     def write(self, layout: str, seconds: float) -> None:
         """Set the time of a layout, on disk at once."""
         self.seconds[layout] = seconds
+        self._write()
+
+    def forget(self, layout: str) -> None:
+        """Remove the time of a layout, on disk at once. Another thread may be writing."""
+        self.seconds.pop(layout, None)
+        self._write()
+
+    def _write(self) -> None:
         if not self.is_main:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_suffix(f".{os.getpid()}")
+        temporary = self.file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         temporary.write_text(json.dumps(self._read() | {self.job: self.seconds}, indent=1) + "\n")
         temporary.replace(self.file)
 

@@ -123,6 +123,7 @@ class StopRequests(StopSource):
         heard_at = time.monotonic()
         if not self._has_voted.is_set() and not self.is_launched:
             log.warning("%s: ending in the start-up, with nothing to save", signal.Signals(number).name)
+            self.before_early_end()
             end_process(128 + number)
         if number == signal.SIGINT:
             if self._interrupted_at is None:
@@ -150,6 +151,7 @@ class StopRequests(StopSource):
         if self.rank == 0:
             log.warning("%s: ending in the start-up, with nothing to save", self.folder / STOP)
             write_marker(self.folder, None)
+        self.before_early_end()
         self._leave()
         end_process(0)
 
