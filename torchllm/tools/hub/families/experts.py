@@ -6,6 +6,7 @@ from torchllm.tools.hub.families.llama import MLP, MLP_TENSORS
 EXPERTS = "layers.{}.mlp.routed.experts."
 """of the parameters here, which stack the experts of a block"""
 ROUTER = "layers.{}.mlp.routed.router.weight"
+LAYERS = ("gate_proj", "up_proj", "down_proj")
 STACKED_TENSORS = (
     TensorRule(MLP + "gate.weight", (ROUTER,)),
     TensorRule(MLP + "experts.gate_up_proj", (EXPERTS + "gate_proj", EXPERTS + "up_proj")),
@@ -18,9 +19,7 @@ ROUTER_TRAINING_FIELDS = ("output_router_logits", "router_aux_loss_coef", "route
 
 EXPERT_TENSORS = (
     TensorRule(MLP + "gate.weight", (ROUTER,)),
-    TensorRule(MLP + "experts.{expert}.gate_proj.weight", (EXPERTS + "gate_proj",)),
-    TensorRule(MLP + "experts.{expert}.up_proj.weight", (EXPERTS + "up_proj",)),
-    TensorRule(MLP + "experts.{expert}.down_proj.weight", (EXPERTS + "down_proj",)),
+    *(TensorRule(f"{MLP}experts.{{expert}}.{layer}.weight", (EXPERTS + layer,)) for layer in LAYERS),
 )
 """of all families with experts but Mixtral"""
 
@@ -32,8 +31,7 @@ def bias_of_router(key: str) -> TensorRule:
 
 def shared_experts(key: str) -> tuple[TensorRule, ...]:
     """Return the tensors of shared experts, by the key of their layer within the feed-forward layer."""
-    layers = ("gate_proj", "up_proj", "down_proj")
-    return tuple(TensorRule(f"{MLP}{key}.{name}.weight", (f"layers.{{}}.mlp.shared.{name}.weight",)) for name in layers)
+    return tuple(TensorRule(f"{MLP}{key}.{name}.weight", (f"layers.{{}}.mlp.shared.{name}.weight",)) for name in LAYERS)
 
 
 MIXTURE_TENSORS = (

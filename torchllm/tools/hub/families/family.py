@@ -119,6 +119,11 @@ class TensorRule(NamedTuple):
     """the file has a vector as a matrix of one row (ERNIE 4.5)"""
 
 
+def tensors_of_block(*names: str) -> tuple[TensorRule, ...]:
+    """Return the tensors of a block that files name as they are named here."""
+    return tuple(TensorRule(f"model.layers.{{}}.{name}", (f"layers.{{}}.{name}",)) for name in names)
+
+
 class StoredPart(NamedTuple):
     """A parameter, or one expert's matrix of a stacked parameter, in a tensor of a file."""
 

@@ -2,7 +2,7 @@
 2407.21783), and all that has its form: TinyLlama, SmolLM2.
 """
 
-from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule, tensors_of_block
 
 ATTENTION = "model.layers.{}.self_attn."
 MLP = "model.layers.{}.mlp."
@@ -12,28 +12,15 @@ ENDS = (
     TensorRule("model.norm.weight", ("norm.weight",)),
     TensorRule("lm_head.weight", ("lm_head.weight",)),
 )
-ATTENTION_TENSORS = (
-    TensorRule(ATTENTION + "q_proj.weight", ("layers.{}.self_attn.q_proj.weight",)),
-    TensorRule(ATTENTION + "k_proj.weight", ("layers.{}.self_attn.k_proj.weight",)),
-    TensorRule(ATTENTION + "v_proj.weight", ("layers.{}.self_attn.v_proj.weight",)),
-    TensorRule(ATTENTION + "o_proj.weight", ("layers.{}.self_attn.o_proj.weight",)),
-)
-MLP_TENSORS = (
-    TensorRule(MLP + "gate_proj.weight", ("layers.{}.mlp.gate_proj.weight",)),
-    TensorRule(MLP + "up_proj.weight", ("layers.{}.mlp.up_proj.weight",)),
-    TensorRule(MLP + "down_proj.weight", ("layers.{}.mlp.down_proj.weight",)),
-)
+ATTENTION_TENSORS = tensors_of_block(*(f"self_attn.{name}_proj.weight" for name in "qkvo"))
+MLP_TENSORS = tensors_of_block(*(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")))
 DECODER_TENSORS = (*ENDS, *ATTENTION_TENSORS, *MLP_TENSORS)
 """of all dense families that follow Llama's names"""
 
-NORMS_BEFORE = (
-    TensorRule("model.layers.{}.input_layernorm.weight", ("layers.{}.input_layernorm.weight",)),
-    TensorRule("model.layers.{}.post_attention_layernorm.weight", ("layers.{}.post_attention_layernorm.weight",)),
-)
+NORMS_BEFORE = tensors_of_block("input_layernorm.weight", "post_attention_layernorm.weight")
 """norms of the input of attention and feed-forward layer"""
-NORMS_AROUND = tuple(
-    TensorRule(f"model.layers.{{}}.{norm}_layernorm.weight", (f"layers.{{}}.{norm}_layernorm.weight",))
-    for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+NORMS_AROUND = tensors_of_block(
+    *(f"{place}_layernorm.weight" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"))
 )
 """norms on both sides of attention and feed-forward layer"""
 

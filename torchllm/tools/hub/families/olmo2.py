@@ -2,17 +2,14 @@
 of all heads of k.
 """
 
-from torchllm.tools.hub.families.family import HubFamily, TensorRule
+from torchllm.tools.hub.families.family import HubFamily, TensorRule, tensors_of_block
 from torchllm.tools.hub.families.llama import ATTENTION, DECODER_TENSORS, NO_ATTENTION_BIAS, SILU, decoder_fields
 
 WIDTH_NORMS = (
     TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_width_norm.weight",)),
     TensorRule(ATTENTION + "k_norm.weight", ("layers.{}.self_attn.k_width_norm.weight",)),
 )
-NORMS_AFTER = (
-    TensorRule("model.layers.{}.post_attention_layernorm.weight", ("layers.{}.post_attention_layernorm.weight",)),
-    TensorRule("model.layers.{}.post_feedforward_layernorm.weight", ("layers.{}.post_feedforward_layernorm.weight",)),
-)
+NORMS_AFTER = tensors_of_block("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 
 OLMO2 = HubFamily(
     model_type="olmo2",

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, FieldError, HubFamily, TensorRule
+from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, FieldError, HubFamily, tensors_of_block
 from torchllm.tools.hub.families.llama import (
-    ATTENTION,
     DECODER_TENSORS,
     INVERSE_FREQUENCIES,
     NORMS_BEFORE,
@@ -13,11 +12,7 @@ from torchllm.tools.hub.families.llama import (
     decoder_fields,
 )
 
-QKV_BIASES = (
-    TensorRule(ATTENTION + "q_proj.bias", ("layers.{}.self_attn.q_proj.bias",)),
-    TensorRule(ATTENTION + "k_proj.bias", ("layers.{}.self_attn.k_proj.bias",)),
-    TensorRule(ATTENTION + "v_proj.bias", ("layers.{}.self_attn.v_proj.bias",)),
-)
+QKV_BIASES = tensors_of_block(*(f"self_attn.{name}_proj.bias" for name in "qkv"))
 WINDOW = ConfigField("sliding_window", "window", 4096, is_fixed=False)
 
 

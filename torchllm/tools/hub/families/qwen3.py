@@ -1,8 +1,7 @@
 """Qwen3 (Yang et al. 2025, arXiv 2505.09388), the dense models: Llama's form with a norm of each query and key head."""
 
-from torchllm.tools.hub.families.family import HubFamily, TensorRule
+from torchllm.tools.hub.families.family import HubFamily, tensors_of_block
 from torchllm.tools.hub.families.llama import (
-    ATTENTION,
     DECODER_TENSORS,
     NO_ATTENTION_BIAS,
     NORMS_BEFORE,
@@ -11,10 +10,7 @@ from torchllm.tools.hub.families.llama import (
 )
 from torchllm.tools.hub.families.qwen2 import WINDOW, windows_in_last_blocks
 
-HEAD_NORMS = (
-    TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_norm.weight",)),
-    TensorRule(ATTENTION + "k_norm.weight", ("layers.{}.self_attn.k_norm.weight",)),
-)
+HEAD_NORMS = tensors_of_block("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 QWEN3 = HubFamily(
     model_type="qwen3",
