@@ -21,7 +21,7 @@ from torchllm.models.head import IGNORED
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.router_balance import find_routers
 from torchllm.parallel.initialize import initialize
-from torchllm.runtime.phase import PREFIX
+from torchllm.runtime.heartbeat import PREFIX
 from torchllm.tools.watch.breakdown import PHASES
 from torchllm.train.step import Health, StepResult, TrainStep, read_health
 

@@ -79,7 +79,7 @@ from torchllm.config import Metrics, Model, TrainedParameters, Training
 from torchllm.facts.flops import ALL_TRAINED, flops_per_token
 from torchllm.metrics.console import Console
 from torchllm.metrics.sinks import Record, Sink
-from torchllm.runtime.phase import phase
+from torchllm.runtime.heartbeat import phase
 from torchllm.runtime.signs_of_life import signs_of_life
 
 if TYPE_CHECKING:

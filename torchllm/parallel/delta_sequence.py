@@ -29,10 +29,9 @@ from torchllm.models.mixer import Mixer
 from torchllm.models.parts.delta_rule import Chunks, DeltaCore, HeadWeights, Streams, scan
 from torchllm.parallel.context import SharedSequences, UlyssesAttention
 from torchllm.parallel.heads import to_heads, to_sequence
-from torchllm.parallel.pieces import NeighborPieces, in_sequence, joined, pieces_of
+from torchllm.parallel.pieces import NeighborPieces, in_sequence, joined, messages, pieces_of
 from torchllm.parallel.ring import gather_from_ranks
 from torchllm.parallel.saved_results import computed_once
-from torchllm.runtime.phase import messages
 
 
 def share_delta(mixer: Mixer, view: Model, shared: SharedSequences) -> None:

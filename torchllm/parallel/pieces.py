@@ -13,12 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from torchllm.parallel.saved_results import computed_once
-from torchllm.runtime.phase import messages
+from torchllm.runtime.heartbeat import PREFIX
 
 NO_DOCUMENT = -1
 """id of the tokens before the first piece of a sequence, which do not exist"""
+MESSAGES = "messages of "
+"""prefix of the names of parts that send messages, before torch's name of the process group"""
+
+
+def messages(group: dist.ProcessGroup) -> record_function:
+    """Return a context around sending and receiving between ranks of `group`, which is not the pipeline's group.
+
+    It sends no heartbeat, so that it may be in a compiled block.
+    """
+    return record_function(PREFIX + MESSAGES + group.group_name)
 
 
 def pieces_of(x: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ from torchllm.models.attention_kernels import (
     with_sinks,
 )
 from torchllm.models.varlen_attention import document_offsets
+from torchllm.parallel.pieces import messages
 from torchllm.parallel.saved_results import computed_once
-from torchllm.runtime.phase import messages
 
 Masks = tuple[KeyMask, ...]
 """the mask of each step of a ring"""

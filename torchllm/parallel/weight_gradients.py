@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import Head
 from torchllm.models.layers import widened
-from torchllm.runtime.phase import phase
+from torchllm.runtime.heartbeat import phase
 
 
 class DeferredProduct(NamedTuple):

@@ -1,7 +1,7 @@
 """Heartbeats of a rank, with its current activity, read by its launcher (`rank_watch.py`). No torch.
 
 Rank and launcher map the same few bytes of memory, on /dev/shm if it exists: a beat is a write to memory, without a
-system call, so it cannot hang with the run folder. Library functions beat: each named part of a step (`phase.phase`),
+system call, so it cannot hang with the run folder. Library functions beat: each named part of a step (`phase`),
 the vote on stopping that ends a step, each batch of an evaluation. The timeout depends on the activity: `Timeouts`.
 
 A timer of Python's faulthandler, reset by beats, also writes the rank's stacks to an open file. That works while the
@@ -19,9 +19,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torchllm.config.environment import START_TIMEOUT
+
+if TYPE_CHECKING:
+    from torch.profiler import record_function
 
 HEARTBEATS = "TORCHLLM_HEARTBEATS"
 """environment variable: folder of the heartbeats of this attempt's ranks on this node"""
@@ -31,6 +34,8 @@ LONGEST_TIMEOUT = 1e6
 """seconds; faulthandler takes no infinite timeout"""
 REPORT_TIMEOUT = 60.0
 """seconds for the ranks to report a hang that they found themselves"""
+PREFIX = "torchllm:"
+"""prefix of the names of a step's parts in a profile, to tell them from annotations of torch"""
 
 Activity = Literal["start-up", "load", "step", "evaluation", "save", "hang report", "end"]
 
@@ -187,6 +192,17 @@ os.register_at_fork(after_in_child=_begin_as_child)
 def beat(part: str = "") -> None:
     """Send a heartbeat with the current part of the activity."""
     _Process.heartbeat.beat(part)
+
+
+def phase(name: str) -> "record_function":
+    """Return a context that names a part of a step, also for `tools/watch/breakdown.py` and trace viewers.
+
+    It costs a few microseconds without a profiler.
+    """
+    from torch.profiler import record_function  # a launcher has no torch
+
+    beat(name)
+    return record_function(PREFIX + name)
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from torchllm.optim.grad_norm import clip, squared_norm
 from torchllm.optim.optimizer import apply_if_finite, set_mode
 from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.mesh import Mesh
-from torchllm.runtime.heartbeat import heartbeat
-from torchllm.runtime.phase import phase
+from torchllm.runtime.heartbeat import heartbeat, phase
 
 if TYPE_CHECKING:
     from torchllm.optim.router_balance import StepRouting

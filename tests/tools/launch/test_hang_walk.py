@@ -17,7 +17,7 @@ pytestmark = pytest.mark.exhaustive
 TRACE = """
 import json, logging, os, sys, threading, time
 from pathlib import Path
-from torchllm.runtime.phase import phase
+from torchllm.runtime.heartbeat import phase
 
 folder, is_traced, files = Path(sys.argv[1]), threading.Event(), set()
 
@@ -80,7 +80,7 @@ OTHER_THREAD = {"tools/launch/lease.py", "tools/launch/take_lease.py"}
 """rank 0 counts in its lease meanwhile; under run_train.sh the launcher does"""
 
 
-def test_a_hang_passes_through_eight_files_on_its_way_to_the_message(tmp_path: Path) -> None:
+def test_a_hang_passes_through_seven_files_on_its_way_to_the_message(tmp_path: Path) -> None:
     trace = f"ROOT, STUCK = {str(ROOT)!r}, {STUCK!r}\n{TRACE}"
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHLLM_STORE": f"{tmp_path}/store"}
     ends = [(RANK, place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
@@ -96,4 +96,4 @@ def test_a_hang_passes_through_eight_files_on_its_way_to_the_message(tmp_path: P
     assert [text.partition(" over ")[0] for text in sorted(walks)] == ["hang: no progress for", "hang: ranks waited"]
     entered = {file.removeprefix("torchllm/") for files in walks.values() for file in files} - OTHER_THREAD
     assert sorted(entered) == sorted(walk_of_the_map("a hang"))
-    assert len(entered) == 8
+    assert len(entered) == 7

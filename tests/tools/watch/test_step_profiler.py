@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.parity import CPU, build, tiny
 from tests.workers import run
-from torchllm.runtime.phase import phase
+from torchllm.runtime.heartbeat import phase
 from torchllm.tools.watch import step_profiler
 from torchllm.tools.watch.step_profiler import CONFIRMATIONS, MAX_COST, ProfiledStep, StepProfiler
 from torchllm.tools.watch.trace import TraceWriter

@@ -17,7 +17,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torchllm.runtime.phase import MESSAGES, PREFIX
+from torchllm.parallel.pieces import MESSAGES
+from torchllm.runtime.heartbeat import PREFIX
 from torchllm.tools.launch.torch_records import FlightRecord
 from torchllm.tools.mesh_axes import AXIS_NAMES
 from torchllm.tools.watch.intervals import Stretch, difference, intersection, length, union
@@ -36,7 +37,7 @@ PARTS = (
 )
 """every part that a step may have"""
 PHASES = ("step", "forward_backward", "backward", "optimizer", *ASIDE)
-"""stretches that the program itself names (`torchllm.runtime.phase`)"""
+"""stretches that the program itself names (`torchllm.runtime.heartbeat.phase`)"""
 COMMUNICATION = ("c10d::", "_c10d_functional", "gloo:", "nccl:", "record_param_comms")
 """how the names of operators begin that send or wait"""
 

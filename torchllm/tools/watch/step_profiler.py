@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from torchllm.parallel.mesh import Mesh
-from torchllm.runtime.phase import phase
+from torchllm.runtime.heartbeat import phase
 from torchllm.tools.launch.records import gather_records
 from torchllm.tools.launch.torch_records import flight_records
 from torchllm.tools.mesh_axes import axis_of_group
