@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from torchllm.config import Bound, Config, Count, Model, Parallel, Positive, Training
-from torchllm.config.toml import KeyPath, shown
+from torchllm.config.keys import KeyPath
+from torchllm.config.toml import shown
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.planner.software import Constants
@@ -256,30 +257,21 @@ REMOVED = {
 """keys that cluster files had, and their remedies"""
 
 
-class _Section(NamedTuple):
-    """One table of a cluster file."""
-
-    path: KeyPath
-    kind: type
-    """dataclass whose fields are the keys of the table"""
-    table: dict[str, Any]
-
-
 def missing_keys(table: dict[str, Any]) -> Iterator[ConfigError]:
     """Yield a fault for each required key that a cluster file lacks."""
-    sections = [
-        _Section((), Hardware, table),
-        _Section(("peak",), PeakRates, table.get("peak", {})),
-        _Section(("attention",), AttentionRates, table.get("attention", {})),
-    ]
+    sections: dict[KeyPath, tuple[type, dict[str, Any]]] = {
+        (): (Hardware, table),
+        ("peak",): (PeakRates, table.get("peak", {})),
+        ("attention",): (AttentionRates, table.get("attention", {})),
+    }
     if "host" in table:
-        sections.append(_Section(("host",), Host, table["host"]))
+        sections["host",] = Host, table["host"]
     for index, link in enumerate(table.get("links", [])):
-        sections.append(_Section(("links", str(index)), Link, link))
-    for section in sections:
-        for name in sorted(key.name for key in fields(section.kind)):
-            if name not in section.table and name not in OPTIONAL:
-                yield ConfigError((*section.path, name), "required key is missing")
+        sections["links", str(index)] = Link, link
+    for path, (kind, keys) in sections.items():
+        for name in sorted(key.name for key in fields(kind)):
+            if name not in keys and name not in OPTIONAL:
+                yield ConfigError((*path, name), "required key is missing")
 
 
 def invalid_links(hardware: Hardware) -> Iterator[ConfigError]:

@@ -139,15 +139,12 @@ def grouped_seconds(
     Rows are padded to tiles, and the kernel reads every expert's matrix, however few rows it has.
     float8: `Kernels.float8`.
     """
-    return routed.chunks * _chunk_seconds(routed.of_chunk, outputs, inputs, hardware, float8)
-
-
-def _chunk_seconds(routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float) -> float:
-    padded_rows = routed.rows + routed.experts * TILE_ROWS / 2
+    chunk = routed.of_chunk
+    padded_rows = chunk.rows + chunk.experts * TILE_ROWS / 2
     waves = padded_rows * outputs / (TILE * hardware.multiprocessors)
     operations = MULTIPLY_ADD * padded_rows * outputs * inputs
     computing = tiled_seconds(operations, product_rate(hardware, float8), waves, depth=inputs)
-    return max(computing, _operand_seconds(routed, outputs, inputs, hardware))
+    return routed.chunks * max(computing, _operand_seconds(chunk, outputs, inputs, hardware))
 
 
 def grouped_gradient_seconds(
@@ -157,20 +154,15 @@ def grouped_gradient_seconds(
 
     The gradients of each chunk but the first are added to those before.
     """
-    added = ADDED_GRADIENT_BYTES * routed.experts * outputs * inputs * (routed.chunks - 1)
-    products = routed.chunks * _chunk_gradient_seconds(routed.of_chunk, outputs, inputs, hardware, float8)
-    return products + memory_seconds(added, hardware)
-
-
-def _chunk_gradient_seconds(
-    routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float
-) -> float:
-    rows_per_expert = max(1.0, routed.rows / routed.experts)
-    tiles = routed.experts * outputs * inputs / TILE
+    chunk = routed.of_chunk
+    rows_per_expert = max(1.0, chunk.rows / chunk.experts)
+    tiles = chunk.experts * outputs * inputs / TILE
     waves = max(1.0, tiles / hardware.multiprocessors)
-    operations = MULTIPLY_ADD * routed.rows * outputs * inputs
+    operations = MULTIPLY_ADD * chunk.rows * outputs * inputs
     computing = tiled_seconds(operations, product_rate(hardware, float8), waves, depth=rows_per_expert)
-    return max(computing, _operand_seconds(routed, outputs, inputs, hardware))
+    products = routed.chunks * max(computing, _operand_seconds(chunk, outputs, inputs, hardware))
+    added = ADDED_GRADIENT_BYTES * routed.experts * outputs * inputs * (routed.chunks - 1)
+    return products + memory_seconds(added, hardware)
 
 
 def _operand_seconds(routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware) -> float:

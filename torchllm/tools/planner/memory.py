@@ -97,17 +97,8 @@ class StageMemoryCosts(NamedTuple):
 
     def reserved(self, software: Software) -> "StageMemoryCosts":
         """Return the bytes that the allocator reserves for them (`peak.reserved`). Gradients do not come and go."""
-        allocator = software.constants.allocator
-        return StageMemoryCosts(
-            activations=allocator * self.activations,
-            logits=allocator * self.logits,
-            deferred=allocator * self.deferred,
-            whole=self.whole,
-            reduced=self.reduced,
-            freed=allocator * self.freed,
-            after_forward=allocator * self.after_forward,
-            ahead=allocator * self.ahead,
-        )
+        reserved = StageMemoryCosts(*(software.constants.allocator * bytes for bytes in self))
+        return reserved._replace(whole=self.whole, reduced=self.reduced)
 
 
 def sum_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> float:

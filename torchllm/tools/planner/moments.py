@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torchllm.config import Parallel
 from torchllm.tools.planner.schedules import Entry, Kind, flat, rank_order
+from torchllm.tools.planner.simulate import first_rounds
 
 
 class Moment(NamedTuple):
@@ -51,10 +52,8 @@ def of_rank(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, ra
     if schedule in LIMITS:
         flying = min(micro_batches, LIMITS[schedule] * pp)
         return tuple(moment._replace(flying=(flying,)) for moment in ONE_STAGE)
-    count = micro_batches
-    if schedule not in ("GPipe", "LoopedBFS"):  # they keep all
-        round = micro_batches // max(1, micro_batches // pp)
-        count = min(micro_batches, ROUNDS * round + micro_batches % round)
+    keeps_all = schedule in ("GPipe", "LoopedBFS")
+    count = micro_batches if keeps_all else first_rounds(micro_batches, pp, ROUNDS)
     return _of_few(schedule, pp, stages_per_rank, count, rank)
 
 

@@ -100,11 +100,6 @@ def turned_features(model: Model, stage: StageSize) -> int:
     return sum(widths.values())
 
 
-def _norm_parameters(model: Model) -> int:
-    """Return the parameters of a norm of the residual stream."""
-    return sum(math.prod(shape) for shape in norm_shapes(model, "norm").values())
-
-
 @lru_cache(maxsize=1024)
 def block_parameters(model: Model, tp: int) -> float:
     """Return the parameters of a block on one of `tp` ranks; experts are cut by tp. model: a view."""
@@ -129,7 +124,8 @@ def stage_parameters(model: Model, stage: StageSize, tp: int) -> float:
         count += table + positions * model.hidden
     if stage.last:
         is_first_too = model.tied_embeddings and stage.first
-        count += _norm_parameters(model) + table * (not is_first_too) + table * has_copy_of_embedding(model, stage)
+        norm = sum(math.prod(shape) for shape in norm_shapes(model, "norm").values())
+        count += norm + table * (not is_first_too) + table * has_copy_of_embedding(model, stage)
     return count
 
 
@@ -138,13 +134,11 @@ def has_copy_of_embedding(model: Model, stage: StageSize) -> bool:
     return stage.last and not stage.first and model.embeds_at_both_ends and not model.tied_embeddings
 
 
+@lru_cache(maxsize=1024)
 def trained_share(model: Model, parts: str | tuple[str, ...] = "") -> float:
     """Return the share of the parameters whose names begin with one of `parts` that model.frozen leaves trained."""
-    return _trained_share(model, parts) if model.frozen else 1.0
-
-
-@lru_cache(maxsize=1024)
-def _trained_share(model: Model, parts: str | tuple[str, ...]) -> float:
+    if not model.frozen:
+        return 1.0
     sizes = {name: math.prod(shape) for name, shape in parameter_shapes(model).items() if name.startswith(parts)}
     return sum(size for name, size in sizes.items() if not model.freezes(name)) / sum(sizes.values())
 

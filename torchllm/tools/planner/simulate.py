@@ -221,12 +221,8 @@ def simulate_played(played: Played, stages: Sequence[StageTimes], transfers: Seq
         time += times[work]
         clocks[rank] = time
         arrived[result] = time + delays[transfer]
-    busy = []
-    for counts in played.counts:
-        busy.append(sum(times[work] * count for work, count in counts.items()))
-    spans = []
-    for end, first in zip(clocks, played.firsts, strict=True):
-        spans.append(end - arrived[first])
+    busy = [sum(times[work] * count for work, count in counts.items()) for counts in played.counts]
+    spans = [end - arrived[first] for end, first in zip(clocks, played.firsts, strict=True)]
     return Simulated(max(clocks), tuple(busy), tuple(spans))
 
 

@@ -75,9 +75,7 @@ class ErrorModel(NamedTuple):
         """Return the interval of a step. shares: as `shares_of`."""
         sources = self.sources(shares, gpu)
         factor = self.factors.get(framework, 1.0)
-        parts = {}
-        for source, share in sources.items():
-            parts[source] = (share * self.deviation(source)) ** 2
+        parts = {source: (share * self.deviation(source)) ** 2 for source, share in sources.items()}
         deviation = factor * math.sqrt(sum(parts.values()))
         half = self.covering * deviation
         widest = max(parts, key=parts.__getitem__)

@@ -79,9 +79,7 @@ def run_of(case: Case, seconds: float, number: int) -> Timed:
 def problem_of(timed: Sequence[Timed]) -> FitProblem:
     """Return the problem of fitting to runs on one machine, starting from the first run's constants."""
     start = timed[0].case.software.constants
-    middle = {}
-    for name in OF_A_MACHINE:
-        middle[MACHINE if name == "speed" else name] = math.log(getattr(start, name))
+    middle = {MACHINE if name == "speed" else name: math.log(getattr(start, name)) for name in OF_A_MACHINE}
     return FitProblem(timed, middle, timed[0].case.hardware.is_gpu)
 
 

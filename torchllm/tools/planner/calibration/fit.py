@@ -173,10 +173,7 @@ def linearize(rows: Sequence[Timed], point: Point) -> Linear:
 
 def slopes_towards(rows: Sequence[Timed], errors: Sequence[float], moved: Point) -> list[float]:
     """Return the derivative of each row's error. moved: the point with a constant's logarithm larger by `STEP`."""
-    slopes = []
-    for row, error in zip(rows, errors, strict=True):
-        slopes.append((log_error(row, moved) - error) / STEP)
-    return slopes
+    return [(log_error(row, moved) - error) / STEP for row, error in zip(rows, errors, strict=True)]
 
 
 def improve(problem: FitProblem, near: Linear, counts: Sequence[float]) -> Point:

@@ -237,9 +237,7 @@ class Bounds:
             case = self.job.case(layout)
             stages = stage_sizes(case)
             sizes = list(dict.fromkeys(stages))
-            ranks = []
-            for stages_of_rank in stages_of_ranks(case.parallel):
-                ranks.append([stages[stage] for stage in stages_of_rank])
+            ranks = [[stages[stage] for stage in stages_of_rank] for stages_of_rank in stages_of_ranks(case.parallel)]
             groups = []
             for sizes_of_rank, alike in groupby(ranks):
                 number = len(list(alike))

@@ -241,12 +241,9 @@ def _reasons(prediction: Prediction, best: Prediction) -> Iterator[str]:
 
 def rejections(outcome: Found) -> Iterator[str]:
     """Yield how many layouts, and how many whole meshes, were rejected for each reason."""
-    for reason, count in outcome.rejected.most_common():
-        noun = "layout" if count == 1 else "layouts"
-        yield f"{count:12,} {noun}: {reason}"
-    for reason, count in outcome.refused.most_common():
-        noun = "mesh" if count == 1 else "meshes"
-        yield f"{count:12,} {noun}: {reason}"
+    for counts, singular, plural in ((outcome.rejected, "layout", "layouts"), (outcome.refused, "mesh", "meshes")):
+        for reason, count in counts.most_common():
+            yield f"{count:12,} {singular if count == 1 else plural}: {reason}"
 
 
 def misses(job: Job, outcome: Found) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config import Compile, Config
 from torchllm.config.errors import UserError
-from torchllm.config.toml import KeyPath
+from torchllm.config.keys import KeyPath
 from torchllm.tools.config.draft import override, parse_arguments
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import Layer, read_files

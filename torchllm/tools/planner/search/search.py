@@ -357,12 +357,7 @@ def mesh_of(layout: Layout) -> DegreeMesh:
 
 def sharded(layout: Layout, sharding: ShardingDegrees) -> Layout:
     """Return the layout with another sharding."""
-    return layout._replace(
-        dp_replicate=sharding.dp_replicate,
-        dp_shard=sharding.dp_shard,
-        zero_stage=sharding.zero_stage,
-        ep=sharding.ep,
-    )
+    return layout._replace(**sharding._asdict())
 
 
 def search(
