@@ -11,8 +11,8 @@ import math
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
+from torchllm.config.keys import Bound, field_types, plain_type
 from torchllm.config.schema import KIND_KEYS, Config, Kinds, Model
-from torchllm.config.toml import Bound, field_types, plain_type
 from torchllm.tools.config.draft import plain_value
 from torchllm.tools.config.help import field_docs
 

@@ -31,7 +31,7 @@ from typing import NamedTuple, get_args
 from torchllm import __version__
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.config.toml import dotted
+from torchllm.config.keys import dotted
 from torchllm.facts.flops import parameter_count
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.degrees import resolve_degrees

@@ -47,12 +47,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Source
-from torchllm.config.errors import RefusedStart
+from torchllm.config.errors import DataError, RefusedStart
 from torchllm.config.schema import RAW_KINDS
 from torchllm.config.toml import toml_value
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
-from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings, describe_source
 from torchllm.data.tokenizer import Tokenizer, describe_documents, load_tokenizer
 from torchllm.runtime.error_report import report_errors

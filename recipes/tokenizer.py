@@ -41,9 +41,9 @@ class TokenizerConfig(Config):
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Encoder
 
+from torchllm.config.errors import DataError
 from torchllm.config.schema import RAW_KINDS
 from torchllm.config.stages import mixture_stages, span_of, spans_of
-from torchllm.data.error import DataError
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.signs_of_life import signs_of_life

@@ -15,7 +15,8 @@ from typing import NoReturn
 from torchllm import __version__
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
-from torchllm.config.toml import dotted, toml_value
+from torchllm.config.keys import dotted
+from torchllm.config.toml import toml_value
 from torchllm.tools.config.environment import system_errors_on_one_line
 from torchllm.tools.resources import HOME, resource
 

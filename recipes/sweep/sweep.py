@@ -118,9 +118,7 @@ def read_sweep(file: str) -> Sweep:
 
 def combinations(sweep: Sweep) -> list[Overrides]:
     """Return every combination of the axes' values, and the runs; the run itself if there is neither."""
-    options_of_axes = []
-    for axis in sweep.axes:
-        options_of_axes.append([f"--{axis.key}={value}" for value in axis.values])
+    options_of_axes = [[f"--{axis.key}={value}" for value in axis.values] for axis in sweep.axes]
     runs = [run.overrides for run in sweep.runs]
     return [*itertools.product(*options_of_axes), *runs] if options_of_axes or not runs else runs
 

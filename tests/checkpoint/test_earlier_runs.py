@@ -18,8 +18,8 @@ from tests.tiny_run import ROOT, curve, tensor_digests
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.tensors import verify_in_parallel
 from torchllm.checkpoint.verify import newest_verified
+from torchllm.config.errors import DataError
 from torchllm.data.corpus import Corpus
-from torchllm.data.error import DataError
 from torchllm.tools.config.load import load_config
 
 FIXTURE = ROOT / "tests" / "fixtures" / "commit_8ca45ed"

@@ -18,7 +18,7 @@ from torchllm.config.applied_keys import (
     wants_average,
 )
 from torchllm.config.errors import UserError
-from torchllm.config.toml import field_types, plain_type
+from torchllm.config.keys import field_types, plain_type
 from torchllm.tools.config.load import load_config
 from torchllm.tools.proof.layouts import with_settings
 

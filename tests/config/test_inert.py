@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 import pytest
 
 from tests.config.conftest import config_of, refusal
-from torchllm.config import AppliedBy, Config, Kinds, Model, Needs, OfKinds, Parallel, Source, Training, write_config
+from torchllm.config import Config, Kinds, Model, Parallel, Source, Training, write_config
 from torchllm.config.applied_keys import unapplied
+from torchllm.config.keys import AppliedBy, Needs, OfKinds, field_types, notes_on
 from torchllm.config.paths import absolute_paths
 from torchllm.config.schema import MixtureStage
-from torchllm.config.toml import field_types, notes_on
 from torchllm.config.write import dump_toml
 from torchllm.tools.config.draft import read_draft
 from torchllm.tools.config.idle import IN_OTHER_WORDS, IdleKey, condition, conditions, contradictions, idle_keys

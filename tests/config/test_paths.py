@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import pytest
 
-from torchllm.config import Config, Data, Evaluate, IsPath, Model, Source, write_config
+from torchllm.config import Config, Data, Evaluate, Model, Source, write_config
+from torchllm.config.keys import IsPath, field_types, notes_on, plain_type
 from torchllm.config.paths import absolute_paths, same_path
-from torchllm.config.toml import field_types, notes_on, plain_type
 from torchllm.tools.config.load import load_config
 from torchllm.tools.proof.layouts import with_settings
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.config.conftest import config_of
 from torchllm.config import Config, Kinds, MixtureStage, Model, Parallel, Source, gradient_accumulation
-from torchllm.config.toml import Bound
+from torchllm.config.keys import Bound
 from torchllm.tools.config.checks import problems
 from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.config.help import field_docs

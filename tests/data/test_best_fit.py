@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchllm.config import Data, Model, Source, Training
+from torchllm.config.errors import DataError
 from torchllm.data import best_fit as best_fit_module
 from torchllm.data.batch import Batch
 from torchllm.data.best_fit import BestFitCorpus, Ints, PackedGroup, best_fit, pack_group
 from torchllm.data.corpus import close_shards
-from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.shard import OpenShard
 from torchllm.data.tokenizer import load_tokenizer

@@ -13,11 +13,11 @@ import pytest
 from tests.data.many_shards import TOKENS_PER_SHARD, counting, descriptors, write_many_shards
 from tests.tools.prepare.test_build import BYTES, plan_for, write_documents
 from torchllm.config import Source
+from torchllm.config.errors import DataError
 from torchllm.data import checked_file
 from torchllm.data import corpus as corpus_module
 from torchllm.data.checked_file import BLOCK, CheckedFile, CorpusFile, DamagedFile, has_sum
 from torchllm.data.corpus import Corpus, close_shards
-from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, OpenShard, ShardSize
 from torchllm.data.synthetic import Synthetic
 from torchllm.tools.prepare.build import write_corpus

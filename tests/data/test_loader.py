@@ -31,11 +31,11 @@ from tests.launched import ends
 from tests.patience import until
 from tests.tools.prepare.test_build import BYTES, plan_for, write_corpus_of, write_documents
 from torchllm.config import Data, Finetune, MixtureStage, Model, Source, Training
+from torchllm.config.errors import DataError
 from torchllm.config.system_errors import describe_system_error
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus, SequenceSource, Window
-from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder, PlannedStage
 from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces

@@ -24,7 +24,7 @@ def test_each_kind_of_the_config_has_its_reader() -> None:
 def test_the_core_reads_prepared_tokens_and_the_face_of_recipes_adds_the_rest() -> None:
     program = """
 import sys
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.data.readers import READERS, reader_of
 from torchllm.data.tokenizer import TOKENIZERS, load_tokenizer
 assert READERS.keys() == {"tokens", "synthetic"} and not TOKENIZERS

@@ -13,11 +13,11 @@ import pytest
 
 from tests.tools.prepare.test_build import BYTES, plan_for, write_documents
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.data import best_fit, checked_file, remote_shards
 from torchllm.data.best_fit import BestFitCorpus
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, close_shards
-from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings, reader_of
 from torchllm.data.shard import SPLITS
 from torchllm.runtime.storage import RemoteFolder, StorageError

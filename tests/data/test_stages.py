@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from torchllm.config import Data, MixtureStage, Model, Source, Training
+from torchllm.config.errors import DataError
 from torchllm.config.stages import Progress, span_of
 from torchllm.data.batch import Batch
-from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder, PlannedStage
 from torchllm.data.stages import continue_stages, limit_epochs, plan_stages, steps_within

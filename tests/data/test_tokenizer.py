@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.data.tokenizer import ByteTokenizer, Tokenizer, describe_documents, load_tokenizer
 from torchllm.tools.prepare.chat.encoder import ChatEncoder
 from torchllm.tools.prepare.chat.marks import RenderedChat

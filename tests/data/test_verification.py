@@ -9,10 +9,10 @@ import pytest
 
 from tests.data.test_corpus import flip_bit, write_two_shards
 from tests.patience import until
+from torchllm.config.errors import DataError
 from torchllm.data import verification as module
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus
-from torchllm.data.error import DataError
 from torchllm.data.shard import Split
 from torchllm.data.verification import Verification
 

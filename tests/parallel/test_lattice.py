@@ -39,7 +39,7 @@ from tests.lattice_report import BEGIN, END, PAGE, RESULTS, markdown_table
 from tests.parity import Settings, check, check_bfloat16, tiny
 from tests.workers import run
 from torchllm.config import Model
-from torchllm.config.toml import field_types, plain_type
+from torchllm.config.keys import field_types, plain_type
 from torchllm.runtime.torch_compat import local_region
 from torchllm.tools.config.checks import problems
 from torchllm.tools.proof.layouts import AXES, MICRO_BATCH, LayoutSpace, describe_layout

@@ -13,8 +13,8 @@ import pytest
 import transformers
 
 from tests.tiny_run import ROOT
+from torchllm.config.errors import DataError
 from torchllm.config.schema import Data, MixtureStage, Source
-from torchllm.data.error import DataError
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.records import BLOCK
 

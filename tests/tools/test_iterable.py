@@ -15,8 +15,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import torchllm.data.loader
 from tests.tools.prepare.test_build import write_corpus_of, write_documents
 from torchllm.config import Data, Model, Source, Training
+from torchllm.config.errors import DataError
 from torchllm.data.batch import Batch
-from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader
 from torchllm.data.order import Location
 from torchllm.data.packing import SequencePieces

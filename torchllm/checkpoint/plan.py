@@ -231,9 +231,7 @@ def regions_of_inventory(job: JobParts, number: int) -> InventoryRegions:
     """Return the regions of the ranks that have inventory `number`."""
     ranks = np.flatnonzero(np.asarray(job.inventory_of_rank) == number)
     numbers = np.stack([job.regions[rank] for rank in ranks.tolist()])
-    dimensions: dict[int, int] = {}
-    for entry in job.inventories[number]:
-        dimensions[entry.sharding] = len(entry.shape)
+    dimensions: dict[int, int] = {entry.sharding: len(entry.shape) for entry in job.inventories[number]}
     columns = []
     end = 0
     for sharding in range(len(dimensions)):

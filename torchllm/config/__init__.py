@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchllm.config.applied_keys import applied as applied
     from torchllm.config.applied_keys import refuse_unapplied as refuse_unapplied
+    from torchllm.config.keys import *  # noqa: F403 - as below
     from torchllm.config.schema import *  # noqa: F403 - all of its names are names of this package, for type checkers
     from torchllm.config.write import write_config as write_config
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.config.schema import AppliedBy, Config
-from torchllm.config.toml import notes_on_key, toml_value
+from torchllm.config.keys import AppliedBy, notes_on_key
+from torchllm.config.schema import Config
+from torchllm.config.toml import toml_value
 
 AS_SET = object()
 """a key is applied with whatever value the config has"""

@@ -10,3 +10,7 @@ class UserError(Exception):
 
 class RefusedStart(UserError):
     """Refuses to start a run before any file is changed: exit status 2, as for a wrong config."""
+
+
+class DataError(UserError, ValueError):
+    """An error in the data; its text names the error, its place (file:line or row) and the remedy."""

@@ -5,8 +5,8 @@ from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from torchllm.config.files import is_url
-from torchllm.config.schema import Config, IsPath, Source
-from torchllm.config.toml import field_types, notes_on, plain_type
+from torchllm.config.keys import IsPath, field_types, notes_on, plain_type
+from torchllm.config.schema import Config, Source
 
 C = TypeVar("C", bound=Config)
 

@@ -18,51 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
-from torchllm.config.toml import Bound
-
-
-class Unsupported(NamedTuple):
-    """A word that a user may expect among the choices of a key, and why it is not supported: annotates a type."""
-
-    word: str
-    reason: str
-
-
-class IsPath(NamedTuple):
-    """Annotates the type of a path: a leading ~ is the home folder, and a run's config.toml has the absolute path."""
-
-    names: tuple[str, ...] = ()
-    """values that are not paths"""
-    or_name: bool = False
-    """a value is a path if it exists; else it is the name of something else, such as a model of the hub"""
-    ending: str = ""
-    """suffix that paths have and names lack"""
-
-
-class AppliedBy(NamedTuple):
-    """The call that applies a key, or the keys of a section, in a recipe: see `applied_keys.py`."""
-
-    call: str
-    is_replaceable: bool = False
-    """a fork may replace the part, e.g. the optimizer, and ignore its keys: they are reported but not refused"""
-
-
-class Needs(NamedTuple):
-    """The condition for a key, or for the keys of a section, to have an effect."""
-
-    words: str
-    """KEY over NUMBER, or KEY = VALUE or VALUE, several with "and", and more for people after ", or" or a colon; other
-    words have a function in tools/config/idle.py"""
-    unmet: Literal["error", "idle", "elsewhere"] = "error"
-    """error: the key contradicts a choice; idle, a printed line: it waits for a layout, a source or a length;
-    elsewhere, a printed line: other recipes read it"""
-
-
-class OfKinds(NamedTuple):
-    """The kinds of sources that use a key of [[data.sources]]."""
-
-    kinds: tuple[str, ...]
-
+from torchllm.config.keys import AppliedBy, Bound, IsPath, Needs, OfKinds, Unsupported
 
 # Needs that several keys share, and calls that apply several keys.
 EXPERTS = Needs("model.experts over 0")

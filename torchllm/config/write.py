@@ -5,9 +5,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from torchllm.config.keys import KeyPath, dotted
 from torchllm.config.paths import absolute_paths
 from torchllm.config.schema import Config, Kinds
-from torchllm.config.toml import KeyPath, dotted, toml_value
+from torchllm.config.toml import toml_value
 
 
 def dump_toml(config: Config) -> str:

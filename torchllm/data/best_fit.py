@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.config.files import cache_root
 from torchllm.data.checked_file import blocks_of
 from torchllm.data.corpus import Corpus, SequenceSource, Window
-from torchllm.data.error import DataError
 from torchllm.data.readers import describe_source, verified_records
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.synthetic import Synthetic

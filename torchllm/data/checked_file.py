@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from torchllm.config.errors import DataError
 from torchllm.config.files import open_regular
-from torchllm.data.error import DataError
 
 BLOCK = 2**20
 """bytes under one checksum; the last block of a file is shorter"""

@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from torchllm.config.errors import DataError
 from torchllm.data.checked_file import (
     BlockSums,
     CheckedFile,
@@ -34,7 +35,6 @@ from torchllm.data.checked_file import (
     look_at,
 )
 from torchllm.data.corpus_header import check_fingerprint, first_blocks, read_description, read_sums, read_url
-from torchllm.data.error import DataError
 from torchllm.data.shard import (
     SPLITS,
     Begins,

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchllm.config.errors import DataError
 from torchllm.config.files import read_regular, sha256_of
 from torchllm.data.checked_file import BLOCK, BlockSums
-from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, ShardSize, Split
 
 HEADER = "corpus.json"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from torchllm.config import Data
+from torchllm.config.errors import DataError
 from torchllm.config.files import cache_root
 from torchllm.config.paths import same_path
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER
 from torchllm.data.epoch_limits import mixed_by_size
-from torchllm.data.error import DataError
 from torchllm.data.order import PlannedStage
 from torchllm.data.readers import describe_source, name_source
 from torchllm.data.stages import limit_epochs, past_mixtures

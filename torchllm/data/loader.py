@@ -23,12 +23,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
+from torchllm.config.errors import DataError
 from torchllm.config.stages import Progress, StageSteps, span_of
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, close_shards
 from torchllm.data.corpus_header import CorpusHeader
-from torchllm.data.error import DataError
 from torchllm.data.open_sources import open_sources
 from torchllm.data.order import DataOrder, Location
 from torchllm.data.packing import DataRanks as DataRanks

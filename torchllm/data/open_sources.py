@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torchllm.config import Data, Finetune, Model, Source, Training
+from torchllm.config.errors import DataError
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import SequenceSource, ShardStream
-from torchllm.data.error import DataError
 from torchllm.data.packing import DataRanks
 from torchllm.data.readers import ReaderSettings, reader_of
 from torchllm.data.shard import Split

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torchllm.config import Data, Finetune, Source
+from torchllm.config.errors import DataError
 from torchllm.config.files import cache_root, is_url
 from torchllm.data.corpus import Corpus, SequenceSource
-from torchllm.data.error import DataError
 from torchllm.data.registry import READERS
 from torchllm.data.tokenizer import Tokenizer
 

@@ -20,9 +20,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
+from torchllm.config.errors import DataError
 from torchllm.data.checked_file import BLOCK, CheckedFile, CorpusFile, FindChecksums, blocks_of, damaged_blocks, has_sum
 from torchllm.data.corpus_header import HEADER, REMOTE, SHARD_TABLE, SUMS
-from torchllm.data.error import DataError
 from torchllm.runtime.storage import RemoteFolder, StorageError
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from torchllm.config.errors import DataError
 from torchllm.config.files import why_pointer
-from torchllm.data.error import DataError
 from torchllm.data.registry import TOKENIZERS
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from torchllm.config.errors import DataError
 from torchllm.data.checked_file import DamagedFile, FileState
 from torchllm.data.corpus import CHECKING_THREADS, ShardStream
-from torchllm.data.error import DataError
 from torchllm.data.shard import ShardSplit
 
 log = logging.getLogger(__name__)

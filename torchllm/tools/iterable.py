@@ -18,10 +18,10 @@ import torch
 
 from torchllm.config import Data, Model, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
+from torchllm.config.errors import DataError
 from torchllm.data.batch import Batch
 from torchllm.data.corpus import Window
 from torchllm.data.corpus_header import CorpusHeader
-from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks
 from torchllm.data.packing import IGNORED, PackedBatches, pack_windows
 from torchllm.runtime.signs_of_life import show_progress

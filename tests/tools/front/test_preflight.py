@@ -18,8 +18,8 @@ from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.checkpoint.manifest import Manifest, publish, write_file
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.data.corpus import Corpus
-from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchllm.tools.front import preflight

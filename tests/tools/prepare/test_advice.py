@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from torchllm.config import Data, Source
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.data.readers import ReaderSettings, reader_of
 from torchllm.data.tokenizer import load_tokenizer
 

@@ -23,8 +23,8 @@ import tokenizers
 from tests.launched import children, ends
 from tests.patience import until
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.data.corpus import Corpus
-from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.tokenizer import load_tokenizer

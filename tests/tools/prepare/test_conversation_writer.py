@@ -15,10 +15,10 @@ import torch
 
 from tests.tools.prepare.chat.families import QWEN3, QWEN25, Family, Messages, assistant, user, write_tokenizer
 from torchllm.config import Data, Finetune, Source
+from torchllm.config.errors import DataError
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, close_shards
 from torchllm.data.corpus_header import corpus_fingerprint
-from torchllm.data.error import DataError
 from torchllm.data.packing import IGNORED, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.readers import ReaderSettings, open_corpus
 from torchllm.data.tokenizer import load_tokenizer

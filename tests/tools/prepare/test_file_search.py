@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.tools.prepare.file_search import FoundFile, find_files
 
 

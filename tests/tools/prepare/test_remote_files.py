@@ -16,8 +16,8 @@ import pytest
 from tests.s3 import s3_bucket
 from tests.tools.prepare.test_sources import Read, read_all
 from torchllm.config import Config, Data, Source
+from torchllm.config.errors import DataError
 from torchllm.data.corpus import Corpus
-from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.runtime.storage import RemoteFolder, StorageError

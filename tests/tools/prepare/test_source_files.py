@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.data.corpus import Corpus
-from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS
 from torchllm.data.tokenizer import load_tokenizer

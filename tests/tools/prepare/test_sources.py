@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import read_description
-from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import BEGIN, END, ByteTokenizer, load_tokenizer
 from torchllm.tools.prepare import records, sources

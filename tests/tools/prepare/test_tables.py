@@ -11,8 +11,8 @@ import pytest
 
 from tests.tools.prepare.test_sources import Read, read, read_all
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.data.corpus import Corpus
-from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchllm.tools.prepare.build import write_corpus

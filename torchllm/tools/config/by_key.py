@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchllm.config.toml import KeyPath, dotted
+from torchllm.config.keys import KeyPath, dotted
 
 
 def values_by_key(value: Any, path: KeyPath = ()) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, get_args
 
 from torchllm.config.errors import UserError
+from torchllm.config.keys import IsPath, notes_on, plain_type
 from torchllm.config.paths import same_path
-from torchllm.config.schema import FUNCTION_SECTIONS, Config, IsPath
-from torchllm.config.toml import notes_on, plain_type, toml_value
+from torchllm.config.schema import FUNCTION_SECTIONS, Config
+from torchllm.config.toml import toml_value
 from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.config.read import type_at
 

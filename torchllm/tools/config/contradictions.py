@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from torchllm.config.keys import KeyPath
 from torchllm.config.schema import Config
-from torchllm.config.toml import KeyPath
 from torchllm.tools.config.draft import TRAINING_ONLY, Draft, override
 from torchllm.tools.config.idle import IdleKey, contradictions
 from torchllm.tools.config.read import read_table

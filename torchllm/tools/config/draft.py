@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from torchllm.config.environment import HANDED
+from torchllm.config.keys import KeyPath, dotted, field_types, plain_type
 from torchllm.config.schema import AXES, KIND_KEYS, Config
-from torchllm.config.toml import KeyPath, dotted, field_types, plain_type, shown, toml_value
+from torchllm.config.toml import shown, toml_value
 from torchllm.tools.config.environment import Ranks, read_ranks
 from torchllm.tools.config.read import ConfigError, read_table, type_at
 from torchllm.tools.config.toml_files import Layer, parse_value, read_files

@@ -10,7 +10,8 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin
 
-from torchllm.config.toml import field_types, plain_type, toml_value
+from torchllm.config.keys import field_types, plain_type
+from torchllm.config.toml import toml_value
 from torchllm.tools.config.read import describe
 
 WIDTH = 88

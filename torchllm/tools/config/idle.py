@@ -19,6 +19,7 @@ from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
 
+from torchllm.config.keys import Needs, OfKinds, field_types, notes_on, notes_on_key
 from torchllm.config.schema import (
     DECAY,
     EVALUATED,
@@ -35,11 +36,8 @@ from torchllm.config.schema import (
     SHARDED,
     Config,
     Model,
-    Needs,
-    OfKinds,
     Source,
 )
-from torchllm.config.toml import field_types, notes_on, notes_on_key
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.toml_files import parse_value
 

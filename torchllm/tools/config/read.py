@@ -4,6 +4,7 @@ A field may be `bool`, `int`, `float`, `str`, a `Literal`, another dataclass, `K
 numbers may be `Annotated` with a `Bound`. Every field has a default. Any other schema is a TypeError.
 """
 
+import json
 import math
 import os
 import re
@@ -11,8 +12,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from torchllm.config.schema import KIND_KEYS, Config, IsPath, Kinds, Model, Unsupported
-from torchllm.config.toml import Bound, KeyPath, dotted, field_types, notes_on, plain_type, shown, toml_value
+from torchllm.config.keys import Bound, IsPath, KeyPath, Unsupported, dotted, field_types, notes_on, plain_type
+from torchllm.config.schema import KIND_KEYS, Config, Kinds, Model
+from torchllm.config.toml import shown
 
 TO_SET = "SET"
 """value in a converted config of a key that only its user can know"""
@@ -196,7 +198,7 @@ def describe(annotated: Any) -> str:
     """Describe a type in words: "a whole number of at least 1". TypeError if no TOML value has this type."""
     kind, bound = plain_type(annotated)
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(toml_value(choice) for choice in get_args(kind))}"
+        return f"one of {', '.join(map(json.dumps, get_args(kind)))}"  # words, true and false, as in TOML
     if _is_array(kind):
         return f"an array, each {describe(get_args(kind)[0])}"
     if isinstance(kind, type) and is_dataclass(kind):

@@ -17,8 +17,9 @@ from typing import Any, NoReturn, TypeVar
 
 from torchllm.config.applied_keys import note_origins
 from torchllm.config.environment import HANDED
+from torchllm.config.keys import dotted
 from torchllm.config.schema import Config
-from torchllm.config.toml import dotted, shown
+from torchllm.config.toml import shown
 from torchllm.facts.parts.registry import problem_of_mixer
 from torchllm.tools.config.checks import problems_of_use, setting_problems
 from torchllm.tools.config.degrees import describe_batch, layout_problems, resolve_degrees

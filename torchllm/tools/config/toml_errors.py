@@ -4,7 +4,7 @@ import difflib
 import re
 from pathlib import Path
 
-from torchllm.config.toml import dotted
+from torchllm.config.keys import dotted
 
 
 def parser_message(error: str, text: str) -> str:

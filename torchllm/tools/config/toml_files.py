@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.files import read_regular
-from torchllm.config.toml import KeyPath, shown
+from torchllm.config.keys import KeyPath
+from torchllm.config.toml import shown
 from torchllm.tools.config.read import STILL_SET, TO_SET
 from torchllm.tools.resources import RUN_CONFIG, find_base, find_config
 

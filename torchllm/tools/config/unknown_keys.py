@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_origin
 
-from torchllm.config.toml import KeyPath, dotted, field_types, plain_type
+from torchllm.config.keys import KeyPath, dotted, field_types, plain_type
 from torchllm.tools.config.foreign import foreign_hint
 
 

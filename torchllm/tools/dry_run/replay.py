@@ -98,10 +98,7 @@ def action_keys(order: Sequence[str], stages: Sequence[int]) -> list[Key]:
         for stage, kind in named:
             actions.append((stages.index(int(stage)), kind))
     kinds = _action_kinds(actions)
-    keys = []
-    for length in lengths:
-        keys.append(tuple(islice(kinds, length)))
-    return keys
+    return [tuple(islice(kinds, length)) for length in lengths]
 
 
 def _action_kinds(actions: Sequence[tuple[int, str]]) -> Iterator[ActionKind]:

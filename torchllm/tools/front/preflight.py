@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders, step_of
 from torchllm.config import Config, Source
-from torchllm.config.errors import UserError
+from torchllm.config.errors import DataError, UserError
 from torchllm.config.files import cache_root, is_url
 from torchllm.config.schema import IN_PLACE_KINDS
-from torchllm.data.error import DataError
 from torchllm.tools.config.checks import url_problem
 from torchllm.tools.config.read import ConfigError, config_error
 from torchllm.tools.launch.compiler import count_gpus

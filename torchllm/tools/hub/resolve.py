@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
 from torchllm.config import Config, Kinds, Model
-from torchllm.config.toml import KeyPath
+from torchllm.config.keys import KeyPath
 from torchllm.tools.config.compare import config_changes
 from torchllm.tools.config.draft import Draft
 from torchllm.tools.config.read import ConfigError, read_table

@@ -195,10 +195,7 @@ def unfinished_records(records: Sequence[FlightRecord]) -> list[FlightRecord]:
     FOOTGUN: NCCL never marks the parts of a batch of messages done, only the batch, whose record comes after theirs. So
     all records of a group that come before a done one of that group count as done.
     """
-    last_done: dict[str, int] = {}
-    for index, record in enumerate(records):
-        if record.done:
-            last_done[record.group] = index
+    last_done: dict[str, int] = {record.group: index for index, record in enumerate(records) if record.done}
     unfinished = []
     for index, record in enumerate(records):
         if not record.done and index > last_done.get(record.group, -1):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torchllm.config import Source
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.tools.prepare.file_kinds import kind_of_file, source_kind
 from torchllm.tools.prepare.records import ANOTHER_FORM, EMPTY_FILE, UNREADABLE, WRONG_KEY, Origin, TextRecord
 

@@ -23,8 +23,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchllm.config.errors import DataError
 from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
-from torchllm.data.error import DataError
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.parent import end_with_starter
 from torchllm.runtime.signs_of_life import show_progress

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.config.files import cache_root
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER
-from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings, verified_records
 from torchllm.tools.prepare.chosen_files import choose_files
 from torchllm.tools.prepare.plan import CorpusPlan, may_write_calls

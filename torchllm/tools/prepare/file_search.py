@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
+from torchllm.config.errors import DataError
 from torchllm.config.files import is_url
-from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_kinds import kind_of_file
 
 _RUN_PARTS = {

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from torchllm.config import Source
+from torchllm.config.errors import DataError
 from torchllm.config.files import why_pointer
-from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
 from torchllm.tools.prepare.file_kinds import (
     FILES_OF,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from torchllm.config import Data
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.prepare.build import choose_split, write_corpus

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from torchllm.config import Data
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.data.tokenizer import Ids, Tokenizer
 from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
 

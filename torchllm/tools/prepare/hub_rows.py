@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchllm.config import Source
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.tools.prepare.corpus_writer import first_noted
 from torchllm.tools.prepare.record_form import RecordForm
 from torchllm.tools.prepare.records import Origin, TextRecord

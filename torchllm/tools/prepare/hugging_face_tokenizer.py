@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.data.tokenizer import END, ByteLengths, Ids
 from torchllm.tools.prepare.chat.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 from torchllm.tools.prepare.pieces import CONTEXT, cut_places

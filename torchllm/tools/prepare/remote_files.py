@@ -11,7 +11,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any, BinaryIO, NamedTuple
 
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.data.remote_shards import WAITS, patiently, storage_of
 from torchllm.runtime.storage import RemoteFolder, StorageError
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from torchllm.config.errors import DataError
 from torchllm.config.files import check_regular, is_url, sha256_of
-from torchllm.data.error import DataError
 
 SOURCE = "source.json"
 """name of the file that says which text a corpus was made from"""

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
+from torchllm.config.errors import DataError
 from torchllm.config.files import is_url
-from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_form import foreign_form, is_json_array
 from torchllm.tools.prepare.record_form import RecordForm
 from torchllm.tools.prepare.records import (

@@ -14,7 +14,7 @@ from typing import IO
 
 import numpy as np
 
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.data.shard import SPLITS, Ids, Split, shard_path
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat

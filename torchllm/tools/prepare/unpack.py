@@ -6,8 +6,8 @@ A compressed file can only be read from its beginning.
 import io
 from typing import Any, BinaryIO
 
+from torchllm.config.errors import DataError
 from torchllm.config.files import is_url
-from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_form import HEAD, compression_of
 
 _BUFFER = 2**18

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from torchllm.config.errors import DataError
 from torchllm.data.corpus_header import HEADER
-from torchllm.data.error import DataError
 from torchllm.runtime.storage import RemoteFolder
 
 

@@ -210,8 +210,5 @@ def short_name(key: str) -> str:
 
 def describe_layout(layout: Settings) -> str:
     """Return a layout in one line, without the degrees that are 1."""
-    words = []
-    for key, value in layout.items():
-        if key not in AXES or value > 1:
-            words.append(f"{short_name(key)}={value}")
+    words = [f"{short_name(key)}={value}" for key, value in layout.items() if key not in AXES or value > 1]
     return " ".join(words)

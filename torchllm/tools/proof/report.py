@@ -107,10 +107,7 @@ def _paragraph(text: str, indent: str = "") -> str:
 
 def advice(wrong: list[ProvenLayout]) -> list[str]:
     """Return where to look, by the wrong layouts."""
-    elsewhere = []
-    for result in wrong:
-        if result.technique is RESUMED or not result.agreement.is_after_gradients:
-            elsewhere.append(result)
+    elsewhere = [result for result in wrong if result.technique is RESUMED or not result.agreement.is_after_gradients]
     lines = [f"{technique.name}: {technique.hint}" for technique in culprits(elsewhere)]
     return lines if len(elsewhere) == len(wrong) else [*lines, AFTER_GRADIENTS]
 

@@ -24,7 +24,7 @@ from tests.tools.prepare.chat.families import (
     write_tokenizer,
 )
 from torchllm.config import Finetune
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.tools.prepare.chat.examples import ChatFormat, ConversationExamples
 from torchllm.tools.prepare.chat.plan import chat_format, plan_chat
 from torchllm.tools.prepare.chat.template import Conversation, RefusedConversation

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tools.prepare.chat.families import assistant, user
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.tools.prepare.chat.template import ChatTemplate, RefusedConversation, chosen_by_tools, read_template
 
 TODAY = date(2026, 11, 25)

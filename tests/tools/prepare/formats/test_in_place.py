@@ -18,9 +18,9 @@ import pyarrow
 import pytest
 
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import close_shards
-from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.verification import Verification
 from torchllm.tools.prepare.formats import mds, megatron

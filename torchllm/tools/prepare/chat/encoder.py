@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from torchllm.data.error import DataError
+from torchllm.config.errors import DataError
 from torchllm.data.tokenizer import Ids
 from torchllm.tools.prepare.chat.marks import FENCE, RenderedChat, TextSpan, special_pattern
 

@@ -19,8 +19,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from torchllm.config.errors import DataError
 from torchllm.config.files import read_regular
-from torchllm.data.error import DataError
 from torchllm.tools.prepare.chat.marks import GENERATED_BEGIN, GENERATED_END
 from torchllm.tools.prepare.chat.tokenizer_config import SPECIAL_NAMES, TOKENIZER_CONFIG, read_tokenizer_config
 
@@ -121,9 +121,7 @@ def _unprintable(value: Any, has_printable_numbers: bool = False) -> Any:
     Numbers in the arguments of functions may be printed: some templates write them so (Qwen3-Coder), as JSON would.
     """
     if isinstance(value, dict):
-        items = {}
-        for key, item in value.items():
-            items[key] = _unprintable(item, has_printable_numbers or key in CALLS)
+        items = {key: _unprintable(item, has_printable_numbers or key in CALLS) for key, item in value.items()}
         return _Object(items)
     if isinstance(value, list):
         return _List(_unprintable(item, has_printable_numbers) for item in value)

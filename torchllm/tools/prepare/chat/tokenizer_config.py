@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchllm.config.errors import DataError
 from torchllm.config.files import read_regular
-from torchllm.data.error import DataError
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

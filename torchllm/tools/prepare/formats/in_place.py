@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from torchllm.config import Data, Source
+from torchllm.config.errors import DataError
 from torchllm.config.files import cache_root
 from torchllm.data.checked_file import CorpusFile, DamagedFile, FileState, look_at
 from torchllm.data.corpus import SequenceSource, ShardStream
-from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Begins, Ids, Split

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchllm.config.errors import DataError
 from torchllm.data.checked_file import CheckedFile, CorpusFile
-from torchllm.data.error import DataError
 from torchllm.data.shard import Begins, Ids, ReadableShard
 
 
