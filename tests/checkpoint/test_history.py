@@ -15,7 +15,7 @@ from torchllm import config
 from torchllm.checkpoint import history, piece_table, verify
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.history import delete_folder, folders_to_delete, share_of
+from torchllm.checkpoint.history import Proof, delete_folder, folders_to_delete, share_of
 
 
 def test_the_newest_whole_ones_stay() -> None:
@@ -123,3 +123,36 @@ def test_a_thousand_checkpoints_go_without_being_read(tmp_path: Path) -> None:
     assert [manifests.step_of(folder) for folder in manifests.step_folders(root)] == [5000, 1002, 1001]
     assert len(list(root.iterdir())) == 3
     assert counted == [{"rmtree": 250, "read_content": 0, "read_piece_table": 0, "read_range": 0}] * 4
+
+
+def proof_after(steps: dict[int, tuple[int, float | None]], evaluates: bool = False, start: int = 0) -> Proof:
+    """The proof after these logged steps: (steps skipped so far, validation loss)."""
+    proof = Proof(start, evaluates=evaluates)
+    for step, (skipped, validation_loss) in steps.items():
+        proof.note(step, skipped, validation_loss)
+    return proof
+
+
+@pytest.mark.quick
+def test_steps_that_were_not_applied_prove_nothing() -> None:
+    every_second_is_skipped = {step: (step // 2, None) for step in range(1, 25)}
+    # Of the steps after 4 ten were applied: 5, 7, ..., 23.
+    assert proof_after(every_second_is_skipped).proven_until == 4
+    none_is_applied = {step: (step - 20, None) for step in range(21, 1000)}
+    assert proof_after({20: (0, None)} | none_is_applied).proven_until == 0
+    assert len(proof_after({20: (0, None)} | none_is_applied)._samples) <= 10  # however long that goes on
+
+
+@pytest.mark.quick
+def test_of_logged_steps_only_it_knows_what_came_after_each() -> None:
+    assert proof_after({1: (0, None), 20: (0, None), 25: (0, None)}).proven_until == 1
+    assert proof_after({1: (0, None), 20: (0, None), 30: (0, None)}).proven_until == 20
+
+
+@pytest.mark.quick
+def test_what_is_suspect_begins_after_what_is_good() -> None:
+    logged: dict[int, tuple[int, float | None]] = dict.fromkeys(range(1, 31), (0, None))
+    proof = proof_after(logged | {4: (0, 1.5)}, evaluates=True)
+    assert proof.suspect_since(evaluation=True) == 5
+    assert proof.suspect_since(evaluation=False) == 21  # ten finite steps have followed step 20
+    assert proof_after({505: (5, None)}, start=500).suspect_since(evaluation=False) == 500  # none that is older

@@ -1,4 +1,5 @@
 import itertools
+import logging
 import shutil
 from pathlib import Path
 
@@ -108,3 +109,18 @@ def test_sizes_alone_find_what_is_missing_or_cut(tmp_path: Path) -> None:
     missing, longer = check_sizes(folder, manifest)
     assert missing.endswith("a.distcp: missing")
     assert "bytes instead of" in longer
+
+
+def test_a_mark_that_cannot_be_read_is_still_one(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    for content in (b"", b"{", b"[1]", b'{"why": 1}', b"\xff", b"[" * 200_000):
+        (folder / manifests.SUSPECT).write_bytes(content)
+        assert manifests.read_suspects([folder]) == {folder: "suspect.json cannot be read"}
+
+
+def test_a_mark_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifests.mark(tmp_path / "nowhere", manifests.SUSPECT, "NaN")
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "nowhere/suspect.json" in record.getMessage()

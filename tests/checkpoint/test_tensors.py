@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests import workers
 from tests.parity import whole
@@ -28,12 +27,8 @@ from torchllm.checkpoint.piece_table import read_piece_table
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
 from torchllm.checkpoint.tensors import verify_in_parallel
 
-LAYOUTS = {  # replicate, shard, tp
-    "fsdp2": (1, 2, 1),
-    "fsdp4": (1, 4, 1),
-    "hsdp2x2": (2, 2, 1),
-    "fsdp2xtp2": (1, 2, 2),
-}
+LAYOUTS = {"fsdp2": (1, 2), "fsdp4": (1, 4), "hsdp2x2": (2, 2)}
+"""replicate, shard"""
 
 
 class Tiny(nn.Module):
@@ -61,16 +56,9 @@ def build(layout: str | None, folder: str, seed: int, **settings: Any) -> tuple[
     model = Tiny()
     model.counts.fill_(seed)
     if layout is not None:
-        replicate, shard, tp = LAYOUTS[layout]
-        mesh = init_device_mesh("cpu", (replicate, shard, tp), mesh_dim_names=("replicate", "shard", "tp"))
-        if tp > 1:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "embed": RowwiseParallel()}
-            parallelize_module(model, mesh["tp"], plan)
-            model.head.weight = model.embed.weight
-        if replicate > 1:
-            fully_shard(model, mesh=mesh["replicate", "shard"])
-        elif shard > 1:
-            fully_shard(model, mesh=mesh["shard"])
+        replicate, shard = LAYOUTS[layout]
+        mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh if replicate > 1 else mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -110,7 +110,6 @@ ADVICE = [
             {"data.validation_fraction": 0.01},
         ],
     ),
-    Advice({"metrics.profile_steps": "10"}, "metrics.profile_steps", [{"metrics.profile_steps": "10:13"}]),
     Advice(
         {"parallel.tp": 2, "parallel.pp": 2, "training.sequence_length": 101, "training.global_batch_size": 8},
         "parallel.tp",

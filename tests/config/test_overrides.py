@@ -121,11 +121,6 @@ def test_a_warmup_from_where_the_steps_are_from_is_not_cut(folder: Path, capsys:
         assert refusal(capsys, partial(load_config, ["x.toml", *arguments])) == [line]
 
 
-def test_override_reaches_into_the_default_array(folder: Path) -> None:
-    config = load_config(["--data.sources.0.kind=text", "--data.sources.0.path=a", "--data.sources.1.weight=0.5"])
-    assert config.data.sources == (Source(kind="text", path="a"), Source(weight=0.5))
-
-
 def test_line_ends_may_be_spelled_as_a_shell_hands_them_over(folder: Path) -> None:
     for text, delimiter in (
         (r"\n\n", "\n\n"),

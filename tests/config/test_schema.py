@@ -39,6 +39,7 @@ MIXED = {"model.pattern": ("r", "full"), "model.kinds": Kinds(r={"mixer": "gated
 FIVE = {"training.global_batch_size": 5, "training.micro_batch_size": 1}
 HEADERLESS = (Source(kind="nanogpt", path="a"),)
 PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
+    # Those whose cures are tried are in test_advice.py.
     ({"model.heads": 3}, None, ["model.heads"]),
     ({"model.heads": 3, "model.head_dim": 2}, None, []),
     ({"model.kv_heads": 3}, None, ["model.kv_heads"]),
@@ -61,10 +62,8 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ),
     ({"parallel.cp": 4, "model.window": 2048}, None, []),
     ({"parallel.cp": 4, "model.window": 2047, **ULYSSES}, None, []),
-    ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2047}, None, ["parallel.cp_method"]),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.attention": "flex"}, None, ["model.kinds.local.attention"]),
     ({"parallel.cp": 4, **KINDS, "model.kinds.full.kv_heads": 2, **ULYSSES}, None, ["parallel.cp"]),
-    ({"parallel.tp": 8, **KINDS, "model.kinds.full.heads": 4, "model.kinds.local.ffn": 12}, None, 3 * ["parallel.tp"]),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2047, **ULYSSES}, None, []),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2048, "model.window": 2047}, None, []),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 257}, None, []),
@@ -112,7 +111,6 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"parallel.cp": 2, "parallel.tp": 4, **ULYSSES}, None, []),
     ({"model.attention": "flash", "training.dtype": "bfloat16"}, None, []),
     ({**ROWWISE, "parallel.tp": 2}, None, []),
-    ({**ROWWISE, "model.ffn": 1032}, None, ["float8.recipe"]),
     ({**ROWWISE, "model.hidden": 264, "model.head_dim": 32}, None, ["float8.recipe"]),
     ({**ROWWISE, "model.kv_heads": 4, "model.head_dim": 12, "parallel.tp": 4}, None, ["float8.recipe"] * 2),
     ({**ROWWISE, "model.kv_heads": 4, "parallel.tp": 4}, None, []),
@@ -128,23 +126,13 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["float8.recipe"] * 2,
     ),
     ({**ROWWISE, **DELTA, "model.delta_value_heads": 32, "parallel.tp": 4}, None, ["float8.recipe"] * 2),
-    ({**ROWWISE, "training.sequence_length": 24}, None, ["training.micro_batch_size"]),
-    ({**ROWWISE, "training.sequence_length": 24, "training.micro_batch_size": 2}, None, []),
     ({"float8.recipe": "rowwise_with_gw_hp", "training.sequence_length": 24}, None, []),
     ({**ROWWISE, "training.sequence_length": 32, "parallel.cp": 4}, None, ["training.micro_batch_size"]),
-    ({**ROWWISE, "parallel.pp": 2, "parallel.schedule": "Interleaved1F1B"}, None, []),
     ({"parallel.cp": 2, "model.attention": "flash"}, None, ["model.attention"]),
-    ({"parallel.cp": 2, "model.attention": "flex", **ULYSSES}, None, []),
     ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "none"}, None, []),
-    ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "segment"}, None, []),
-    ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "ffn"}, None, []),
     ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "every_k"}, None, ["compile.block"]),
     ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "selective"}, None, ["compile.block"]),
-    *(
-        ({"parallel.pp": 2, "parallel.schedule": schedule, "compile.block": True}, None, ["compile.block"])
-        for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-    ),
-    ({"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "compile.block": True}, None, []),
+    ({"parallel.pp": 2, "parallel.schedule": "DualPipeV", "compile.block": True}, None, ["compile.block"]),
     *(
         ({"parallel.pp": 2, "parallel.schedule": schedule, **FIVE}, None, ["training.global_batch_size"])
         for schedule in ("Interleaved1F1B", "InterleavedZeroBubble")  # 5 are not 2 equal rounds

@@ -173,6 +173,8 @@ def test_runs_say_what_they_are_and_how_to_start_them() -> None:
 def test_debug_run_lets_every_axis_up_to_its_limit_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks, layout in [
         (4, ["--parallel.tp=4"]),
+        (4, ["--parallel.pp=4"]),
+        (8, ["--parallel.cp=8"]),
         (8, ["--parallel.dp_shard=8"]),
         (8, ["--parallel.dp_replicate=8", "--parallel.dp_shard=1"]),
         (8, ["--parallel.tp=2", "--parallel.dp_replicate=2", "--parallel.sequence_parallel=true"]),

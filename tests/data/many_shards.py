@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,25 +38,27 @@ def write_many_shards(folder: Path, shards: int) -> Source:
     for number in range(1, shards):
         shard_path(folder, number, "train").write_bytes(content)
         table.add({"train": record, "validation": empty})
-    table_sha256, sums_sha256 = table.write(folder)
-    header = CorpusHeader(
-        format=FORMAT,
-        key="",
-        plan={},
+    files = shards + 1
+    write_description(
+        folder,
+        table,
         dtype="<u2",
         tokenizer="bytes",
-        documents=_DOCUMENTS_PER_SHARD * (shards + 1),
-        tokens=TOKENS_PER_SHARD * (shards + 1),
-        text_bytes=(size - 2) * _DOCUMENTS_PER_SHARD * (shards + 1),
+        documents=_DOCUMENTS_PER_SHARD * files,
+        tokens=TOKENS_PER_SHARD * files,
+        text_bytes=(size - 2) * _DOCUMENTS_PER_SHARD * files,
         max_token=257,
-        skipped={},
         shards=shards,
-        fingerprint=corpus_fingerprint("<u2", "bytes", table_sha256),
-        table_sha256=table_sha256,
-        sums_sha256=sums_sha256,
     )
-    write_header(folder, header)
     return Source(kind="tokens", path=str(folder))
+
+
+def write_description(folder: Path, table: ShardTableWriter, dtype: str, tokenizer: str, **counts: int) -> None:
+    """Write the table of a corpus and its header. counts: fields of it."""
+    table_sha256, sums_sha256 = table.write(folder)
+    fields: dict[str, Any] = {"format": FORMAT, "key": "", "plan": {}, "skipped": {}, "max_token": 0, **counts}
+    fields |= {"dtype": dtype, "tokenizer": tokenizer, "table_sha256": table_sha256, "sums_sha256": sums_sha256}
+    write_header(folder, CorpusHeader(fingerprint=corpus_fingerprint(dtype, tokenizer, table_sha256), **fields))
 
 
 class Calls(NamedTuple):

@@ -212,24 +212,6 @@ def stream_of(loaders: Sequence[TrainLoader], steps: int) -> list[tuple[int, ...
     return stream
 
 
-def test_stages_begin_at_their_step_also_on_another_number_of_ranks() -> None:
-    whole = stream_of([numbered_loader([50, 50], accumulation=4, stages=ANNEALED)], 9)
-    assert [sum(source for source, _, _ in whole[4 * step : 4 * step + 4]) for step in range(9)] == [
-        *[0, 0, 0],
-        *[2, 2],
-        *[3, 3, 3, 3],
-    ]
-    for stop in (2, 3, 4):
-        before = numbered_loader([50, 50], accumulation=4, workers=1, stages=ANNEALED)
-        stream = stream_of([before], stop)
-        state = json.loads(json.dumps(before.state()))
-        before.close()
-        resumed = [numbered_loader([50, 50], rank, 2, micro_batch=2, stages=ANNEALED) for rank in range(2)]
-        for loader in resumed:
-            loader.load_state(state)
-        assert stream + stream_of(resumed, 9 - stop) == whole
-
-
 def test_a_stage_that_began_before_another_global_batch_keeps_its_sequences() -> None:
     before = numbered_loader([50, 50], accumulation=4, stages=ANNEALED)
     stream = stream_of([before], 4)

@@ -177,12 +177,3 @@ def test_headers_say_what_they_are() -> None:
             counts["Active"] = f"{active_parameter_count(model):,}"
         assert stated.pop("Source"), name
         assert stated == counts, name
-
-
-def test_debug_can_be_split_every_way() -> None:
-    model = load("debug")
-    assert 1e6 < parameter_count(model) < 3e6
-    assert model.layers >= 4
-    assert model.heads == 8
-    assert not any(size % 4 for size in (model.heads, model.kv, model.ffn))
-    assert model.head_width % 2 == 0

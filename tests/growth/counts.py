@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.data.many_shards import write_description
 from tests.growth.checkpoint_index import index_of, parts_of_job, pieces_read, shapes_of_run, synthetic_ranks
 from tests.growth.counting import host_bytes, lines_run, peak_bytes
 from tests.growth.host_groups import SetupCost, setup_cost
@@ -25,7 +26,6 @@ from torchllm.checkpoint.read_plan import ReadPlan, plan_reads
 from torchllm.checkpoint.tensors import BYTES_AT_A_TIME
 from torchllm.config import Data, Model, Optimizer, Parallel, Source, Training
 from torchllm.data.corpus import Corpus, Window
-from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
 from torchllm.data.held_out import first_epoch
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.order import DataOrder
@@ -45,7 +45,7 @@ from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump
 from torchllm.tools.launch.torch_records import FlightRecord
 from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.prepare.build import shard_size_mib
-from torchllm.tools.prepare.corpus_writer import ShardTableWriter, SplitRecord, write_header
+from torchllm.tools.prepare.corpus_writer import ShardTableWriter, SplitRecord
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.source_files import SourceFile
@@ -341,24 +341,8 @@ def write_shard_table(folder: Path, shards: int) -> None:
     table = ShardTableWriter()
     for _ in range(shards):
         table.add({"train": record, "validation": empty})
-    table_sha256, sums_sha256 = table.write(folder)
-    header = CorpusHeader(
-        format=FORMAT,
-        key="",
-        plan={},
-        dtype="<u4",
-        tokenizer="made up",
-        documents=shards * record.documents,
-        tokens=shards * record.tokens,
-        text_bytes=shards * 2**30,
-        max_token=0,
-        skipped={},
-        shards=shards,
-        fingerprint=corpus_fingerprint("<u4", "made up", table_sha256),
-        table_sha256=table_sha256,
-        sums_sha256=sums_sha256,
-    )
-    write_header(folder, header)
+    sizes = {"documents": shards * record.documents, "tokens": shards * record.tokens, "text_bytes": shards * 2**30}
+    write_description(folder, table, "<u4", "made up", shards=shards, **sizes)
 
 
 def corpus_bytes(shards: int) -> int:

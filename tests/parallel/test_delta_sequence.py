@@ -61,28 +61,30 @@ def forward_backward(core: Any, inputs: list[Tensor], documents: Tensor | None) 
 
 
 def of_rank(method: str, x: Tensor, rank: int, ranks: int) -> Tensor:
-    return part_of(x, rank, ranks) if method == "ring" else x.chunk(ranks, dim=1)[rank]
+    """Return a rank's tokens: two pieces, or under Ulysses one."""
+    return x.chunk(ranks, dim=1)[rank] if method == "ulysses" else part_of(x, rank, ranks)
 
 
-def in_parts(method: str, key_heads: int, documents: Tensor | None) -> list[Tensor]:
+def in_parts(method: str, key_heads: int) -> list[list[Tensor]]:
+    """Return this rank's results with each of `DOCUMENTS`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rank, ranks = mesh.get_local_rank(), mesh.size()
     *streams_and_weights, d_out = whole_inputs(key_heads)
     streams = [of_rank(method, x, rank, ranks) for x in streams_and_weights[:5]]
-    if documents is not None:
-        documents = of_rank(method, documents, rank, ranks)
     inputs = [*streams, *streams_and_weights[5:], of_rank(method, d_out, rank, ranks)]
-    return forward_backward(METHODS[method](mesh, DeltaCore(sizes(key_heads))), inputs, documents)
+    core = METHODS[method](mesh, DeltaCore(sizes(key_heads)))
+    parts = [None if ids is None else of_rank(method, ids, rank, ranks) for ids in DOCUMENTS.values()]
+    return [forward_backward(core, inputs, documents) for documents in parts]
 
 
 @pytest.mark.parametrize(("method", "ranks"), [("ring", 2), ("ring", 3), ("ring", 4), ("ulysses", 2), ("ulysses", 3)])
 def test_parts_of_sequences_are_whole_sequences(method: str, ranks: int) -> None:
     """A state in the order of the ranks, or a convolution of the wrong neighbor's tokens, would be found here."""
-    for name, documents in DOCUMENTS.items():
-        key_heads = ranks if method == "ulysses" else 1
-        core = DeltaCore(sizes(key_heads))
+    key_heads = ranks if method == "ulysses" else 1
+    core = DeltaCore(sizes(key_heads))
+    of_documents = zip(*run(in_parts, ranks, method, key_heads), strict=True)
+    for (name, documents), results in zip(DOCUMENTS.items(), of_documents, strict=True):
         out, *gradients = forward_backward(core, whole_inputs(key_heads), documents)
-        results = run(in_parts, ranks, method, key_heads, documents)
         for rank, (part, *of_inputs) in enumerate(results):
             for result, whole in zip([part, *of_inputs[:5]], [out, *gradients[:5]], strict=True):
                 close(result, of_rank(method, whole, rank, ranks), whole, f"{name}, rank {rank}")

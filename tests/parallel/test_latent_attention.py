@@ -4,37 +4,15 @@ With experts within groups, as DeepSeek-V3 has them, where a layout has `MIXTURE
 each pair of a setting and a mixer.
 """
 
+from tests.lattice import MIXERS, MIXTURES
 from tests.parallel import tiers
 from tests.parallel.trace import Collective, traced
 from tests.parity import Settings, check
 from tests.workers import run
 
-LATENT: Settings = {
-    "model.mixer": "latent_attention",
-    "model.kv_heads": 0,
-    "model.latent_q_width": 20,
-    "model.latent_kv_width": 24,
-    "model.nope_head_dim": 8,
-    "model.rope_head_dim": 4,
-    "model.v_head_dim": 6,
-    "model.rope_interleaved": True,
-    "model.softmax_scale": 0.4,
-}
+LATENT: Settings = {**MIXERS["DeepSeek-V3"], "model.kv_heads": 0}
 NO_Q_LATENT: Settings = {"model.latent_q_width": 0}
-MIXTURE: Settings = {
-    "model.experts": 8,
-    "model.top_k": 3,
-    "model.expert_ffn": 48,
-    "model.shared_experts": 1,
-    "model.dense_layers": 1,
-    "model.router_score": "sigmoid",
-    "model.router_bias": True,
-    "model.router_bias_rate": 0.03,
-    "model.router_groups": 4,
-    "model.router_top_groups": 2,
-    "model.balance_loss": "sequence",
-    "model.balance_weight": 0.3,
-}
+MIXTURE: Settings = {**MIXTURES["DeepSeek-V3"], "model.dense_layers": 1}
 TP: Settings = {"parallel.tp": 2}
 SP: Settings = {**TP, "parallel.sequence_parallel": True}
 BY_DEFAULT: dict[str, Settings] = {"tensor parallel": {**TP, "data.document_mask": True}, "sequence parallel": SP}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parallel.test_expert import EXPERTS as OF_EXPERTS
 from tests.parity import CPU, HELD_OUT, Settings, Trainer, tiny, train, whole
 from tests.workers import run
 from torchllm.data.batch import Batch
@@ -22,15 +23,7 @@ from torchllm.tools.proof.record import Trained
 from torchllm.train.evaluate import evaluate
 
 exhaustive = pytest.mark.exhaustive
-EXPERTS: Settings = {
-    "model.experts": 8,
-    "model.top_k": 2,
-    "model.expert_ffn": 32,
-    "model.shared_experts": 1,
-    "model.layers": 3,
-    "model.dense_layers": 1,
-    "training.micro_batch_size": 2,
-}
+EXPERTS: Settings = {**OF_EXPERTS, "model.layers": 3, "training.micro_batch_size": 2}
 EP: Settings = {"parallel.dp_shard": 2, "parallel.ep": 2}
 OPTIMISTIC: Settings = {"parallel.expert_dispatch": "optimistic"}
 SP: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}

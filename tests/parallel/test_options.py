@@ -3,19 +3,14 @@
 The formulas: tests/models. The numbers of published models that have them: tests/tools/hub. Others: the lattice.
 """
 
+from tests.lattice import MODEL_PARTS
 from tests.parallel import tiers
 from tests.parity import Settings, check
 from torchllm.config import Kinds
 
 GEMMA: Settings = {
-    "model.qk_norm": "head",
-    "model.norm_position": "both",
-    "model.norm_offset": True,
-    "model.activation": "gelu_tanh",
-    "model.softmax_scale": 0.5,
-    "model.embedding_multiplier": 8.0,
-    "model.logit_softcap": 1.5,
-    "model.tied_embeddings": True,
+    **MODEL_PARTS["Gemma 3"],
+    **{"model.qk_norm": "head", "model.norm_position": "both", "model.tied_embeddings": True},
     "model.pattern": ("local", "full"),
     "model.kinds": Kinds(local={"window": 7}, full={"rope_theta": 500.0}),
 }

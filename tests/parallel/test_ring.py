@@ -1,6 +1,7 @@
 """The ring: exact numbers against attention over the whole sequence, what is sent, in which order, and even work."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -70,13 +71,23 @@ def inputs_of(rank: int, ranks: int, dtype: torch.dtype) -> Inputs:
     return Inputs(*(part_of(x, rank, ranks) for x in whole_inputs(dtype)))
 
 
-def on_the_ring(kernel: str, dtype: torch.dtype, documents: Tensor | None) -> Results:
+def results_on_rank(kernel: str, dtype: torch.dtype, names: Sequence[str]) -> list[Results]:
+    """Return this rank's results with each of these documents."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     rank, ranks = mesh.get_local_rank(), mesh.size()
     ring = RingAttention(mesh, KERNELS[kernel])
-    if documents is not None:
-        documents = part_of(documents, rank, ranks)
-    return forward_backward(ring, inputs_of(rank, ranks, dtype), documents)
+    results = []
+    for name in names:
+        documents = DOCUMENTS[name]
+        if documents is not None:
+            documents = part_of(documents, rank, ranks)
+        results.append(forward_backward(ring, inputs_of(rank, ranks, dtype), documents))
+    return results
+
+
+def on_the_ring(ranks: int, kernel: str, dtype: torch.dtype, *names: str) -> list[list[Results]]:
+    """Return the results of all ranks with each of these documents."""
+    return [list(of_ranks) for of_ranks in zip(*run(results_on_rank, ranks, kernel, dtype, names), strict=True)]
 
 
 class Float64Attention(EagerAttention):
@@ -108,16 +119,16 @@ def worst_error(results_of_ranks: list[Results], documents: Tensor | None, model
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_ring_is_attention_over_the_whole_sequence(ranks: int) -> None:
-    for name, documents in DOCUMENTS.items():
-        for kernel in ["eager", "sdpa"] if ranks == 2 else ["sdpa"]:
-            results = run(on_the_ring, ranks, kernel, torch.float64, documents)
+    for kernel in ["eager", "sdpa"] if ranks == 2 else ["sdpa"]:
+        of_documents = on_the_ring(ranks, kernel, torch.float64, *DOCUMENTS)
+        for (name, documents), results in zip(DOCUMENTS.items(), of_documents, strict=True):
             assert worst_error(results, documents) <= EXACT, (name, kernel)
 
 
 @pytest.mark.parametrize("kernel", ["eager, scale and cap", "sdpa, scale"])
 def test_a_scale_and_a_soft_cap_of_the_scores(kernel: str) -> None:
     model = Model(softmax_scale=0.9, score_softcap=1.5 if "cap" in kernel else 0.0)
-    results = run(on_the_ring, 2, kernel, torch.float64, DOCUMENTS["two"])
+    (results,) = on_the_ring(2, kernel, torch.float64, "two")
     assert worst_error(results, DOCUMENTS["two"], model) <= EXACT
 
 
@@ -130,7 +141,7 @@ def test_no_pair_of_different_documents_is_computed() -> None:
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_lower_precision(dtype: torch.dtype, error: float) -> None:
     """bfloat16 rounds q, k, v, the scores' products and each block's result once, 2**-8; merging adds nothing."""
-    results_of_ranks = run(on_the_ring, 4, "sdpa", dtype, DOCUMENTS["two"])
+    (results_of_ranks,) = on_the_ring(4, "sdpa", dtype, "two")
     for results in results_of_ranks:
         assert {x.dtype for x in results} == {dtype}
     assert worst_error(results_of_ranks, DOCUMENTS["two"]) <= error

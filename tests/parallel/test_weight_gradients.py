@@ -84,10 +84,9 @@ def count_calls(settings: Settings) -> int:
     return calls.call_count
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_recomputation_happens_once(schedule: str) -> None:
+def test_recomputation_happens_once() -> None:
     """2 blocks per rank, 8 micro batches, each computed twice."""
-    settings = {**PP2, "parallel.schedule": schedule, "recompute.mode": "full"}
+    settings = {**PP2, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "full"}
     assert run(count_calls, 2, settings) == [2 * 8 * 2, 2 * 8 * 2]
 
 

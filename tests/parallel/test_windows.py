@@ -37,25 +37,30 @@ WINDOWED: Settings = {
 }
 
 
-def in_pieces(name: str, window: int, documents: Tensor | None) -> Results:
+def in_pieces(core: str, cases: list[tuple[int, str]]) -> list[Results]:
+    """Return this rank's results of each case: a window and documents."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    if documents is not None:
-        documents = part_of(documents, rank, ranks)
-    attention = WindowAttention(mesh, CORES[name](Model(window=window)))
-    return forward_backward(attention, inputs_of(rank, ranks, torch.float64), documents)
+    results = []
+    for window, name in cases:
+        documents = DOCUMENTS[name]
+        if documents is not None:
+            documents = part_of(documents, rank, ranks)
+        attention = WindowAttention(mesh, CORES[core](Model(window=window)))
+        results.append(forward_backward(attention, inputs_of(rank, ranks, torch.float64), documents))
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_windows_over_pieces_are_windows_over_the_whole_sequence(ranks: int) -> None:
     longest = LENGTH // (2 * ranks) + 1  # it reaches all tokens of the piece before
     cases = [(1, "none"), (2, "two"), (5, "one and many"), (longest, "none"), (longest, "a long one")]
-    for window, name in cases:
+    of_cases = zip(*run(in_pieces, ranks, "eager" if ranks == 4 else "sdpa", cases), strict=True)
+    for (window, name), of_ranks in zip(cases, of_cases, strict=True):
         documents = DOCUMENTS[name]
         ids = torch.zeros(2, LENGTH, dtype=torch.int64) if documents is None else documents
         whole = forward_backward(EagerAttention(Model(window=window)), whole_inputs(torch.float64), ids)
-        core = "eager" if ranks == 4 else "sdpa"
-        for rank, results in enumerate(run(in_pieces, ranks, core, window, documents)):
+        for rank, results in enumerate(of_ranks):
             for result, expected in zip(results, whole, strict=True):
                 part = part_of(expected, rank, ranks)
                 torch.testing.assert_close(result, part, rtol=0, atol=EXACT, msg=f"{window} {name}")

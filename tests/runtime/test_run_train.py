@@ -17,6 +17,7 @@ import pytest
 from tests.launched import SCRIPT, Started, children, clean, is_pause, without_signs_of_life
 from tests.patience import until
 from tests.tiny_run import DEBUG, QUIET, ROOT, SMALL, STEPS, curve, metrics
+from tests.tools.launch.test_job import SLURM
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.config.load import load_config
 from torchllm.tools.launch.lease import DONE
@@ -178,25 +179,17 @@ def test_a_dry_run_is_one_process_of_any_layout(noted: Callable[..., Notes]) -> 
         assert recipe.environment["NPROC"] == processes
         assert ("NPROC_IS_DEFAULT" in recipe.environment) == (not environment)
         assert not {"WORLD_SIZE", "RANK"} & recipe.environment.keys()
-    of_second_node = SLURM | {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
-    assert noted(*dry_run, "--parallel.dp_shard=16", **of_second_node).calls == []
+    assert noted(*dry_run, "--parallel.dp_shard=16", **SLURM).calls == []  # of the second node
     assert not (ROOT / "runs" / "debug").exists()
 
 
-SLURM = {
-    "SLURM_JOB_ID": "70123",
-    "SLURM_STEP_ID": "0",
-    "SLURM_NNODES": "4",  # the job's: this step runs on two of them
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_STEP_NODELIST": "node[1-2]",
-}
+FIRST_TASK = SLURM | {"SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_NNODES": "4"}
+"""of a step that runs on two nodes of a job of four"""
 
 
 def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
     """Another node says nothing, as under Kubernetes."""
-    notes = noted(DEBUG, NPROC="4", **SLURM, SLURM_NODEID="0", SLURM_PROCID="0", SLURM_LOCALID="0")
+    notes = noted(DEBUG, NPROC="4", **FIRST_TASK)
     assert notes.status == 0
     assert notes.torchrun == [
         "--nproc-per-node=4",
@@ -215,8 +208,8 @@ def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
 
 
 def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
-    tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-    notes = noted(DEBUG, NPROC="2", **tasks, SLURM_NODEID="0", SLURM_PROCID="0", SLURM_LOCALID="0")
+    tasks = FIRST_TASK | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    notes = noted(DEBUG, NPROC="2", **tasks)
     words, environment = notes.calls[0]
     assert words == [f"{ROOT}/recipes/pretrain.py", DEBUG, "--run.folder=runs/debug-70123"]
     expected = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "30123"}
@@ -238,9 +231,9 @@ def test_how_often_a_job_is_started_again(noted: Callable[..., Notes]) -> None:
 
 def test_slurm_with_more_tasks_than_share_the_batch(noted: Callable[..., Notes]) -> None:
     """Of three tasks on a node, two train (run.lower_ranks)."""
-    tasks = SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
+    tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
     for local, number, is_rank in (("1", "4", True), ("2", "5", False)):
-        notes = noted(DEBUG, **tasks, SLURM_NODEID="1", SLURM_PROCID=number, SLURM_LOCALID=local)
+        notes = noted(DEBUG, **tasks | {"SLURM_PROCID": number, "SLURM_LOCALID": local})
         assert (notes.status, notes.err, len(notes.calls)) == (0, "", is_rank)
         if is_rank:
             expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
