@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.parity import CPU, build, tiny
 from tests.workers import run
 from torchllm.config import Config
+from torchllm.config.errors import UserError
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.metrics.monitor import Monitor
 from torchllm.metrics.observer import Change, ObservedRun, Observer
@@ -108,6 +110,18 @@ def test_an_observer_that_is_added_late_begins_too(tmp_path: Path) -> None:
     logged = ["later 1", "early 1", "late 1"]
     again = [f"{name} begins after 2" for name in ("later", "early", "late")]
     assert run(_calls_of_late_observers, 1, tmp_path) == [[*begun, *logged, *again]]
+
+
+def _refusal(folder: Path) -> str:
+    config = tiny({})
+    with pytest.raises(UserError) as error:
+        monitor_of(folder, replace(config, checkpoint=replace(config.checkpoint, initial="another run")))
+    return str(error.value)
+
+
+def test_a_recipe_that_ignores_a_key_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    [error] = run(_refusal, 1, tmp_path)
+    assert 'checkpoint.initial: is "another run", but this recipe does not apply it: call Checkpointer(' in error
 
 
 def _heard(folder: Path) -> tuple[dict[str, list[Any]], list[str], list[bool]]:
