@@ -1005,10 +1005,6 @@ class TrainedParameters:
         """Whether all parameters of the model are frozen."""
         return self.rank > 0
 
-    def rank_of(self, matrix: str) -> int:
-        """Return the rank of a matrix's update; 0: it has none."""
-        return self.rank if matrix in self.targets else 0
-
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -16,12 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from torchllm.parallel.saved_results import computed_once
-from torchllm.runtime.heartbeat import PREFIX
+from torchllm.runtime.heartbeat import MESSAGES, PREFIX
 
 NO_DOCUMENT = -1
 """id of the tokens before the first piece of a sequence, which do not exist"""
-MESSAGES = "messages of "
-"""prefix of the names of parts that send messages, before torch's name of the process group"""
 
 
 def messages(group: dist.ProcessGroup) -> record_function:

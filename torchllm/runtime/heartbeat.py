@@ -36,6 +36,8 @@ REPORT_TIMEOUT = 60.0
 """seconds for the ranks to report a hang that they found themselves"""
 PREFIX = "torchllm:"
 """prefix of the names of a step's parts in a profile, to tell them from annotations of torch"""
+MESSAGES = "messages of "
+"""after it, in names of parts that send messages, before torch's name of the process group"""
 
 Activity = Literal["start-up", "load", "step", "evaluation", "save", "hang report", "end"]
 

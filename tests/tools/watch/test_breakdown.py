@@ -14,8 +14,7 @@ from tests.parity import Settings, build, my_batches, tiny
 from tests.workers import run
 from torchllm.models.experts import Experts
 from torchllm.parallel.parallelize import build_forward_backward
-from torchllm.parallel.pieces import MESSAGES
-from torchllm.runtime.heartbeat import PREFIX, phase
+from torchllm.runtime.heartbeat import MESSAGES, PREFIX, phase
 from torchllm.tools.launch.torch_records import FlightRecord, flight_records
 from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.watch.breakdown import breakdown

@@ -3,13 +3,10 @@
 """
 
 import math
-import re
-import shlex
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 
 from torchllm.config.files import is_url
-from torchllm.config.schema import IN_PLACE_KINDS, RAW_KINDS, Config, Generate, Run, Source
+from torchllm.config.schema import Config, Data, Generate
 from torchllm.facts.parts.part import WIDEST_HEAD, found
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import layout_problems
@@ -44,8 +41,9 @@ def setting_problems(config: Config) -> list[ConfigError]:
         *_schedule_problems(config),
         *_recompute_problems(config),
         *_checkpoint_problems(config),
-        *_metrics_problems(config),
-        *_event_problems(config.run),
+        *_problems_if(config.checkpoint.remote != "", "remote_problems", config),
+        *_problems_if(config.metrics.profile_steps != "", "profile_problems", config),
+        *_problems_if(config.run.on_event != "", "event_problems", config),
     ]
 
 
@@ -114,17 +112,6 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("training.dtype", "flash attention computes in 16 bits: use bfloat16, or another attention")
 
 
-def url_problem(source: Source) -> str:
-    """Return why the URL of a source cannot be read; "" if it may be."""
-    from torchllm.runtime.storage import storage_problem  # of no use to most runs
-
-    if source.kind == "hub" or "://huggingface.co/" in source.path:
-        return 'is a URL: for a data set of the hub set kind = "hub", and this to its id: "HuggingFaceFW/fineweb-edu"'
-    if source.kind in IN_PLACE_KINDS:
-        return f"is a URL, which a source of kind = {source.kind!r} does not read: download it"
-    return storage_problem(source.path)
-
-
 def _data_problems(config: Config) -> Iterator[ConfigError]:
     if not config.data.sources:
         yield config_error("data.sources", "is empty: name at least one [[data.sources]]")
@@ -132,8 +119,6 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
         needs_path = source.kind not in ("stdlib", "synthetic")
         if needs_path and not source.path:
             yield config_error(f"{key}.path", f"a source of kind {source.kind!r} needs a path")
-        if is_url(source.path) and (problem := url_problem(source)):
-            yield config_error(f"{key}.path", f"{source.path!r} {problem}")
         if source.max_epochs and key.startswith("data.validation"):
             yield config_error(f"{key}.max_epochs", "limits training, and this source is evaluated on: leave it out")
         if source.messages_key and not config.data.document_mask:
@@ -142,16 +127,13 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
                 f"{key} holds conversations, and several are packed into a sequence: set it to true, or "
                 "each would attend to the conversations before it",
             )
+    has_url = any(is_url(source.path) for source in config.data.all_sources.values())
+    yield from _problems_if(has_url, "url_problems", config)
     has_nanogpt = any(source.kind == "nanogpt" for source in config.data.all_sources.values())
     yield from _problems_if(has_nanogpt, "nanogpt_problems", config)
     yield from _problems_if(len(config.data.stage) > 0, "mixture_problems", config)
-    if len(config.data.fim_tokens) != 3:
-        yield config_error("data.fim_tokens", "must be 3 names: of the tokens before prefix, suffix and middle")
-    for index, source in enumerate(config.data.sources):
-        if config.data.fim_rate and (source.messages_key or source.kind not in RAW_KINDS):
-            what = "holds conversations" if source.messages_key else "has its tokens already"
-            cure = "set it for recipes/prepare.py with the texts alone, then 0"
-            yield config_error("data.fim_rate", f"cuts documents of text, and data.sources.{index} {what}: {cure}")
+    cuts_documents = config.data.fim_rate > 0 or config.data.fim_tokens != Data.fim_tokens
+    yield from _problems_if(cuts_documents, "fim_problems", config)
     if config.evaluate.interval and not config.data.validation_fraction and not config.data.validation:
         cure = "set data.validation_fraction, or name a source in [[data.validation]]"
         yield config_error("evaluate.interval", f"nothing is held out: {cure}")
@@ -186,18 +168,6 @@ def _checkpoint_problems(config: Config) -> Iterator[ConfigError]:
             "checkpoint.keep_every",
             f"{checkpoint.keep_every} is no multiple of checkpoint.interval {checkpoint.interval}",
         )
-    if checkpoint.remote:
-        from torchllm.runtime.storage import storage_problem  # of no use to other runs
-
-        if problem := storage_problem(checkpoint.remote):
-            yield config_error("checkpoint.remote", f"{checkpoint.remote!r} {problem}")
-
-
-def _metrics_problems(config: Config) -> Iterator[ConfigError]:
-    if config.metrics.profile_steps:
-        steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.metrics.profile_steps)
-        if not steps or int(steps[1]) >= int(steps[2]):
-            yield config_error("metrics.profile_steps", "must be FIRST:END, as 10:13 for steps 10, 11 and 12")
 
 
 def _secret_problems(config: Config) -> Iterator[ConfigError]:
@@ -205,13 +175,3 @@ def _secret_problems(config: Config) -> Iterator[ConfigError]:
         from torchllm.tools.config.secret_keys import secret_problems  # of no use to other runs
 
         yield from secret_problems(config, f"metrics.{config.metrics.trackers[0]}")
-
-
-def _event_problems(run: Run) -> Iterator[ConfigError]:
-    try:
-        words = shlex.split(run.on_event)
-    except ValueError as error:
-        yield config_error("run.on_event", f"{error} in {run.on_event!r}")
-        return
-    if words and shutil.which(words[0]) is None:
-        yield config_error("run.on_event", f"{words[0]!r} is no command here: give the path of an executable file")

@@ -114,7 +114,7 @@ def _tensor_problems(config: Config) -> Iterator[ConfigError]:
     for key, size in dict.fromkeys(widths):
         if size % parallel.tp:
             yield config_error("parallel.tp", f"{parallel.tp} does not divide {key} = {size}")
-    if _has_rank_without_rows(model.vocab_rows, parallel.tp):
+    if has_rank_without_rows(model.vocab_rows, parallel.tp):
         yield config_error(
             "parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab_rows}"
         )
@@ -129,7 +129,7 @@ def _tensor_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("parallel.tp", f"{parallel.tp} does not divide {divided}{hint}")
 
 
-def _has_rank_without_rows(rows: int, ranks: int) -> bool:
+def has_rank_without_rows(rows: int, ranks: int) -> bool:
     """Whether torch, which gives the first ranks ceil(rows / ranks) rows each, leaves no rows for the last rank."""
     per_rank = math.ceil(rows / ranks)
     return per_rank * (ranks - 1) >= rows
@@ -148,7 +148,7 @@ def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[ConfigEr
     """Check that the data ranks can share the batch and the weights. The degrees of `parallel` are resolved."""
     rows = config.model.vocab_rows
     training = config.training
-    is_uneven = rows % parallel.tp and not _has_rank_without_rows(rows, parallel.tp)
+    is_uneven = rows % parallel.tp and not has_rank_without_rows(rows, parallel.tp)
     if is_uneven and parallel.data_ranks * parallel.cp > 2:
         # torch 2.13 on rows that tp shares unevenly: FSDP over more than two ranks puts some in the wrong place
         # (initial weights, gathered tensors, checkpoints) without an error; and whole weights that share a buffer

@@ -2,12 +2,16 @@
 
 import math
 import re
+import shlex
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchllm.config.schema import Config, Model
+from torchllm.config.files import is_url
+from torchllm.config.schema import IN_PLACE_KINDS, RAW_KINDS, Config, Model, Source
 from torchllm.config.stages import of_span, spans_of
+from torchllm.runtime.storage import storage_problem
 from torchllm.tools.config.checks import model_problems
 from torchllm.tools.config.degrees import problems_of_one_size
 from torchllm.tools.config.read import ConfigError, config_error, key_of_kind
@@ -238,6 +242,52 @@ def nanogpt_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("data.dtype", 'is empty, and nanoGPT\'s files do not say it: "uint16" for GPT-2')
     if data.separator < 0:
         yield config_error("data.separator", "is not set, and nanoGPT's files do not say it: 50256 for GPT-2")
+
+
+def fim_problems(config: Config) -> Iterator[ConfigError]:
+    if len(config.data.fim_tokens) != 3:
+        yield config_error("data.fim_tokens", "must be 3 names: of the tokens before prefix, suffix and middle")
+    for index, source in enumerate(config.data.sources):
+        if config.data.fim_rate and (source.messages_key or source.kind not in RAW_KINDS):
+            what = "holds conversations" if source.messages_key else "has its tokens already"
+            cure = "set it for recipes/prepare.py with the texts alone, then 0"
+            yield config_error("data.fim_rate", f"cuts documents of text, and data.sources.{index} {what}: {cure}")
+
+
+def url_problems(config: Config) -> Iterator[ConfigError]:
+    for key, source in config.data.all_sources.items():
+        if is_url(source.path) and (problem := url_problem(source)):
+            yield config_error(f"{key}.path", f"{source.path!r} {problem}")
+
+
+def url_problem(source: Source) -> str:
+    """Return why the URL of a source cannot be read; "" if it may be."""
+    if source.kind == "hub" or "://huggingface.co/" in source.path:
+        return 'is a URL: for a data set of the hub set kind = "hub", and this to its id: "HuggingFaceFW/fineweb-edu"'
+    if source.kind in IN_PLACE_KINDS:
+        return f"is a URL, which a source of kind = {source.kind!r} does not read: download it"
+    return storage_problem(source.path)
+
+
+def remote_problems(config: Config) -> Iterator[ConfigError]:
+    if problem := storage_problem(config.checkpoint.remote):
+        yield config_error("checkpoint.remote", f"{config.checkpoint.remote!r} {problem}")
+
+
+def profile_problems(config: Config) -> Iterator[ConfigError]:
+    steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.metrics.profile_steps)
+    if not steps or int(steps[1]) >= int(steps[2]):
+        yield config_error("metrics.profile_steps", "must be FIRST:END, as 10:13 for steps 10, 11 and 12")
+
+
+def event_problems(config: Config) -> Iterator[ConfigError]:
+    try:
+        words = shlex.split(config.run.on_event)
+    except ValueError as error:
+        yield config_error("run.on_event", f"{error} in {config.run.on_event!r}")
+        return
+    if words and shutil.which(words[0]) is None:
+        yield config_error("run.on_event", f"{words[0]!r} is no command here: give the path of an executable file")
 
 
 def mixture_problems(config: Config) -> Iterator[ConfigError]:

@@ -19,7 +19,6 @@ from torchllm.config import Config, Source
 from torchllm.config.errors import DataError, UserError
 from torchllm.config.files import cache_root, is_url
 from torchllm.config.schema import IN_PLACE_KINDS
-from torchllm.tools.config.checks import url_problem
 from torchllm.tools.config.read import ConfigError, config_error
 from torchllm.tools.launch.compiler import count_gpus
 
@@ -424,6 +423,8 @@ class _DataInspector:
 
     def _sources_of_text(self) -> Iterator[tuple[str, Source]]:
         """Yield the sources of text or of its tokens, with their keys; a missing path is an error already."""
+        from torchllm.tools.config.rare_parts import url_problem  # of no use to other checks
+
         for key, source in self.data.all_sources.items():
             is_wrong = any(wrong.startswith(f"{key}.") for wrong in self.wrong)
             is_wrong |= is_url(source.path) and url_problem(source) != ""

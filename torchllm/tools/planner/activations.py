@@ -194,9 +194,14 @@ def attention_bytes(costs: MixerCosts, stored: StoredParts) -> float:
     return heads + norms + products + stored.before + stored.core + stored.added
 
 
+def rank_of_update(matrix: str, trained: TrainedParameters) -> int:
+    """Return the rank of a matrix's low-rank update; 0: it has none."""
+    return trained.rank if matrix in trained.targets else 0
+
+
 def needs_input_of(trained: TrainedParameters, *matrices: str) -> bool:
     """Return whether a gradient is computed from the input of one of these matrices of a block."""
-    return not trained.only_updates or any(map(trained.rank_of, matrices))
+    return not trained.only_updates or any(rank_of_update(matrix, trained) for matrix in matrices)
 
 
 def gate_of_attention(costs: MixerCosts, trained: TrainedParameters) -> float:
@@ -254,7 +259,7 @@ def block_products(
     products = []
     for name, product in layers.items():
         products.append(product)
-        if rank := trained.rank_of(name):
+        if rank := rank_of_update(name, trained):
             products += [BlockProduct(rank), BlockProduct(product.result)]
     return products
 

@@ -17,8 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torchllm.parallel.pieces import MESSAGES
-from torchllm.runtime.heartbeat import PREFIX
+from torchllm.runtime.heartbeat import MESSAGES, PREFIX
 from torchllm.tools.launch.torch_records import FlightRecord
 from torchllm.tools.mesh_axes import AXIS_NAMES
 from torchllm.tools.watch.intervals import Stretch, difference, intersection, length, union
@@ -75,12 +74,8 @@ def breakdown(
     events: the profiler's. records: of the flight recorder, since the profile began. axis_of_group: name of a process
     group -> its mesh axis. pipeline_group: the group whose waits are messages and bubble.
     """
-    kernels, host_events = [], []
-    for event in events:
-        if event.kernel:
-            kernels.append(event)
-        else:
-            host_events.append(event)
+    kernels = [event for event in events if event.kernel]
+    host_events = [event for event in events if not event.kernel]
     phases = find_phases(host_events)
     [step] = phases["step"]
     pipeline_axis = axis_of_group.get(pipeline_group, "other")
@@ -151,7 +146,7 @@ def find_received_messages(
     """Return the messages that gloo received; no rank waits for its sent ones.
 
     FOOTGUN: gloo's messages are not in the flight recorder, so their group is unknown. They are the pipeline's, except
-    inside a stretch that names their group (`phase.messages`). Their numbers are negative: records have others.
+    inside a stretch that names their group (`pieces.messages`). Their numbers are negative: records have others.
     """
     owners = [event for event in host_events if event.name.startswith(PREFIX + MESSAGES)]
     receives = [event for event in host_events if event.name == "gloo:recv" and event.asynchronous]
@@ -217,19 +212,13 @@ def is_operator(event: ProfiledEvent) -> bool:
 
 
 def waits_of_gpu(
-    kernels: Iterable[ProfiledEvent], records: Iterable[FlightRecord], axis_of_group: Mapping[str, str]
+    kernels: Sequence[ProfiledEvent], records: Iterable[FlightRecord], axis_of_group: Mapping[str, str]
 ) -> list[Collective]:
     """Return when kernels of NCCL ran alone, each with the record created last before the kernel was launched."""
-    computing, communicating = [], []
-    for kernel in kernels:
-        if is_nccl(kernel):
-            communicating.append(kernel)
-        else:
-            computing.append((kernel.start, kernel.end))
-    busy = union(computing)
+    busy = union((kernel.start, kernel.end) for kernel in kernels if not is_nccl(kernel))
     records = sorted(records, key=lambda record: record.created)
     waits = []
-    for kernel in communicating:
+    for kernel in filter(is_nccl, kernels):
         index = bisect_right(records, kernel.launched, key=lambda record: record.created) - 1
         if index < 0:
             continue

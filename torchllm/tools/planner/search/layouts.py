@@ -29,9 +29,9 @@ from torchllm.config import (
 from torchllm.config.schema import RecomputeMode
 from torchllm.facts.flops import ALL_TRAINED
 from torchllm.facts.parts.registry import mixer
-from torchllm.tools.config.axis_problems import window_reaches_too_far
+from torchllm.tools.config.axis_problems import micro_batch_problems, window_reaches_too_far
 from torchllm.tools.config.cut_blocks import cut_rows
-from torchllm.tools.config.degrees import BLOCK_MODES, obstacle_to_compiled_blocks
+from torchllm.tools.config.degrees import BLOCK_MODES, has_rank_without_rows, obstacle_to_compiled_blocks
 from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE, takes_float8_tokens, unfit_for_float8
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware
@@ -307,8 +307,7 @@ class Job:
         vocab, tp = self.model.vocab_rows, mesh.tp
         if vocab % tp == 0:
             return True
-        largest_part = -(-vocab // tp)
-        return mesh.data * mesh.cp <= 2 and largest_part * (tp - 1) < vocab
+        return mesh.data * mesh.cp <= 2 and not has_rank_without_rows(vocab, tp)
 
     def context_methods(self, mesh: DegreeMesh) -> list[ContextMethod]:
         """Return the methods of context parallelism that the mesh allows."""
@@ -393,14 +392,7 @@ class Job:
         """Return whether a schedule can run these micro batches, with the kernels that the run sets."""
         if SCHEDULES[name].splits_backward and (self._must_compile_blocks or self.float8.is_on):
             return False
-        if name == "1F1B":
-            return micro_batches >= pp
-        if name == "DualPipeV":
-            return micro_batches >= 2 * pp
-        if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches > pp:
-            rounds = micro_batches // pp
-            return micro_batches % rounds == 0
-        return True
+        return not any(micro_batch_problems(Parallel(pp=pp, schedule=name), micro_batches))
 
     def _virtual_stages(self, name: PipelineSchedule, pp: int) -> list[int]:
         """Return the possible numbers of stages per rank."""
