@@ -109,9 +109,8 @@ LAYOUTS: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name == "tp" else [pytest.mark.exhaustive]) for name in LAYOUTS]
-)
+@pytest.mark.exhaustive  # by default they are resumed with tensor parallelism, below
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gate_and_scales_of_a_fork_train_the_same_model(layout: str, scaled: Prover) -> None:
     asked = scaled.layout_like(LAYOUTS[layout])
     assert asked.items() >= LAYOUTS[layout].items()
@@ -120,6 +119,7 @@ def test_a_gate_and_scales_of_a_fork_train_the_same_model(layout: str, scaled: P
 
 
 def test_they_are_saved_and_resumed_in_another_layout(scaled: Prover) -> None:
+    """Saved on two ranks with sharded weights, resumed on two with tensor parallelism."""
     result = scaled.prove_resumed()
     assert result.is_right, result.agreement.findings
 
@@ -242,28 +242,24 @@ def test_a_window_of_some_blocks_is_refused_where_it_would_be_dropped() -> None:
 
 
 def optimizer_fork(file: Path, name: str) -> Path:
+    """Return the fork with an optimizer of the page, and its schedule: a function, of which nothing is saved."""
     use_radam, lion, use_lion, schedule_free = code_of_section("An optimizer")
+    (function,) = code_of_section("A learning-rate schedule")
     use = indent(use_radam, "    ") if name == "RAdam" else use_lion.replace("Lion", name)
     classes = f"\n{lion}\n\n{schedule_free}\n\ndef train("
-    return fork(file, {"\ndef train(": classes, OPTIMIZER: use})
+    return fork(file, {"\ndef train(": classes, OPTIMIZER: use, RATE: function})
 
 
 @pytest.mark.parametrize(
     "name",
     [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("RAdam", "Lion")), "ScheduleFreeSGD"],
 )
-def test_an_optimizer_of_the_page_trains_the_same_model_and_resumes(name: str, tmp_path: Path) -> None:
-    """Saved on two ranks with sharded weights, resumed on two with tensor parallelism."""
+def test_an_optimizer_of_the_page_with_its_schedule_trains_the_same_model_and_resumes(
+    name: str, tmp_path: Path
+) -> None:
+    """In the layouts of the test above."""
     prover = prover_of(optimizer_fork(tmp_path / "mine.py", name), tmp_path / "proof")
     result = prover.prove_resumed()
-    assert result.is_right, result.agreement.findings
-
-
-def test_a_schedule_of_the_page_is_a_plain_function_and_resumes(tmp_path: Path) -> None:
-    """Its run needs no state for it, and nothing that the schedules of the library have."""
-    (function,) = code_of_section("A learning-rate schedule")
-    file = fork(tmp_path / "mine.py", {RATE: function})
-    result = prover_of(file, tmp_path / "proof").prove_resumed()
     assert result.is_right, result.agreement.findings
 
 

@@ -37,7 +37,6 @@ OF_A_FAMILY: list[Callable[[], None]] = [
     test_config_json.test_a_missing_field_is_the_default_of_its_class,
     test_config_json.test_each_field_may_be_missing,
     test_config_json.test_what_is_written_is_read_alike_by_transformers_and_here,
-    test_config_json.test_both_spellings_are_read_and_written,
     test_config_json.test_each_field_that_transformers_reads_is_known_or_refused,
 ]
 

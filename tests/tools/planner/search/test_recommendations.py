@@ -154,7 +154,4 @@ def test_the_fastest_layouts_that_docs_name(model: str, gpus: str, layout: str) 
     training = Training(global_batch_size=2048, sequence_length=2048)
     found = search(Job(model_of(model), training, read_hardware("dgx_a100"), int(gpus)), 1)
     assert found.best[0].layout.text() == layout
-
-
-def test_docs_name_three_layouts() -> None:
     assert len(WHICH_FIRST) == 3
