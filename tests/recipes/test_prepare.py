@@ -14,10 +14,9 @@ from tests.patience import patience
 from tests.tools.prepare.chat.families import QWEN25, TALK, write_tokenizer
 from tests.tools.prepare.test_build import documents, write_documents
 from torchllm.config import Data
-from torchllm.config.errors import RefusedStart
+from torchllm.config.errors import DataError, RefusedStart
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER
-from torchllm.data.error import DataError
 from torchllm.data.readers import corpus_folder
 from torchllm.tools.front.resolve import load_sizes
 

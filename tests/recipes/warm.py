@@ -4,7 +4,6 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +79,8 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run of 2 ranks (FSDP), with checkpoints and evaluations at steps 4 and 8."""
-    return _trained_once(tmp_path_factory)
-
-
-@cache
-def _trained_once(folders: pytest.TempPathFactory) -> Path:
-    """Train for all folders of tests that import the fixture."""
-    folder = folders.mktemp("trained")
-    assert pretrain(2, folder) == ["", ""]
+    folder = tmp_path_factory.getbasetemp() / "trained"  # of this process, for all files that import the fixture
+    if not folder.exists():
+        folder.mkdir()
+        assert pretrain(2, folder) == ["", ""]
     return folder

@@ -423,11 +423,9 @@ class _DataInspector:
 
     def _sources_of_text(self) -> Iterator[tuple[str, Source]]:
         """Yield the sources of text or of its tokens, with their keys; a missing path is an error already."""
-        from torchllm.tools.config.rare_parts import url_problem  # of no use to other checks
-
         for key, source in self.data.all_sources.items():
             is_wrong = any(wrong.startswith(f"{key}.") for wrong in self.wrong)
-            is_wrong |= is_url(source.path) and url_problem(source) != ""
+            is_wrong |= is_url(source.path) and _is_wrong_url(source)
             if (source.path or source.kind == "stdlib") and not is_wrong:
                 yield key, source
 
@@ -575,3 +573,10 @@ class _DataInspector:
         folder = cache_root(self.data)
         if reason := why_unwritable(folder):
             self.inspection.report("data.cache", f"{str(folder)!r} cannot be written: {reason}")
+
+
+def _is_wrong_url(source: Source) -> bool:
+    """Return whether the URL of a source cannot be read."""
+    from torchllm.tools.config.rare_parts import url_problem  # of no use to sources of files
+
+    return url_problem(source) != ""
