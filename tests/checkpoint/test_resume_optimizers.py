@@ -50,11 +50,8 @@ SETTINGS: dict[str, Settings] = {
     "muon, int8": MUON | {"optimizer.state_dtype": "int8"},
     "muon, average, frozen": MUON | AVERAGE | FROZEN,
 }
-BY_DEFAULT = (
-    *("adamw", "adamw, bfloat16", "adamw, int8", "adamw, average, frozen", "sgd, updates"),
-    *("sgd, momentum, average, frozen", "muon, average, frozen", "muon, int8"),
-)
-"""each optimizer, and each other state with one"""
+BY_DEFAULT = (*("adamw, int8", "adamw, average, frozen", "sgd, updates", "muon, average, frozen"),)
+"""each optimizer; states in 8 bits and averages with one"""
 
 
 class ReadsFoundInf(torch.optim.Optimizer):
@@ -106,7 +103,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] =
     "SGD, momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9),
 }
 """of forks; those of torch.optim are in a list of docs/fork_a_recipe.md"""
-QUICK = ("reads found_inf", "AdamW, fused", "SGD, momentum")
+QUICK = ("reads found_inf", "AdamW, fused")
 
 
 class Run:

@@ -50,6 +50,7 @@ def test_a_fold_is_predicted_from_the_others_of_its_framework_and_a_framework_wi
     assert slow.bias == pytest.approx(-slow.mean)
 
 
+@pytest.mark.exhaustive
 def test_a_row_that_is_not_fitted_has_a_residual_of_constants_without_its_fold() -> None:
     """The assumed row is the first one of the slow fold, which is predicted too fast from the other fold."""
     slow = made(speed=0.85)
@@ -153,6 +154,7 @@ def seconds_of(row: MeasuredRow) -> float:
     return row.seconds
 
 
+@pytest.mark.exhaustive
 def test_the_regret_is_that_of_the_layout_predicted_fastest() -> None:
     """Times are the planner's own, but for the fastest layout, which took twice as long, or ran out of memory."""
     fastest, second, *slower = sorted(made(), key=seconds_of)

@@ -106,10 +106,10 @@ one, whose tensors have another number of dimensions), weighted sum, and router 
 LAYOUTS: dict[str, tuple[Settings, int]] = {
     "block, sp": ({**TWO, **BLOCK, **SP2}, 1),
     "norm and loss, fsdp": ({**TWO, **NORM, **LOSS, **FSDP2}, 0),
-    "experts": ({**EXPERTS, **EP2}, PARTS),
 }
 """and how many graphs there are; 0: any number"""
 AT_NIGHT: dict[str, tuple[Settings, int]] = {
+    "experts": ({**EXPERTS, **EP2}, PARTS),
     "all scopes": ({**TWO, **NORM, **BLOCK, **LOSS, **FSDP2, **SP2}, 0),
     "norms of queries and keys": ({**TWO, **NORM, **BLOCK, "parallel.tp": 2, "model.qk_norm": "width"}, 0),
     "low-rank updates": ({**TWO, **BLOCK, **SP2, "lora.rank": 3, "lora.alpha": 12.0}, 0),

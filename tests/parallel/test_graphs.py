@@ -106,7 +106,7 @@ def train(settings: Settings, graphs: bool) -> dict[str, Any]:
     return {"logged": logged, **{name: weight.tolist() for name, weight in weights.items()}}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [n if n != "tp" else pytest.param(n, marks=pytest.mark.exhaustive) for n in LAYOUTS])
 def test_replays_train_as_steps_do(layout: str) -> None:
     """To the last bit: the same operations in the same order."""
     ranks, settings = LAYOUTS[layout]

@@ -158,7 +158,8 @@ TOO_FEW = {"LEVELS": 3}
     ("ranks", "layout", "constants", "runs"),
     [
         (2, BALANCED, {"WINDOW": 1}, EACH),
-        (2, {"recompute.mode": "full", "training.micro_batch_size": 1}, {}, ONCE),  # then a capacity for all rows
+        # then a capacity for all rows
+        pytest.param(2, {"recompute.mode": "full", "training.micro_batch_size": 1}, {}, ONCE, marks=exhaustive),
         pytest.param(2, {}, TOO_FEW, ONCE, marks=exhaustive),  # then the exact dispatch
         pytest.param(4, {"parallel.dp_shard": 4, "parallel.ep": 4}, {"WINDOW": 1}, EACH, marks=exhaustive),
         pytest.param(4, PIPELINE, {"WINDOW": 1}, EACH, marks=exhaustive),

@@ -28,9 +28,9 @@ LAYOUTS: dict[str, Settings] = {
     "selective": {"recompute.mode": "selective"},
     "fsdp, documents, ffn": {"parallel.dp_shard": 2, "data.document_mask": True, "recompute.mode": "ffn"},
     "experts over ep": {**EXPERTS, "parallel.ep": 2},
-    "split backward": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"},
 }
 AT_NIGHT: dict[str, Settings] = {
+    "split backward": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"},
     "segment": {"recompute.mode": "segment"},
     "full": {"recompute.mode": "full"},
     "split backward, ffn": {"parallel.pp": 2, "parallel.schedule": "InterleavedZeroBubble", "recompute.mode": "ffn"},
@@ -45,7 +45,8 @@ def test_it_trains_the_same_model(name: str) -> None:
     check({**SHORT, **AGAIN, **settings, "model.layers": layers}, ragged=True)
 
 
-@pytest.mark.parametrize("mode", ["none", pytest.param("ffn", marks=exhaustive)])
+@exhaustive
+@pytest.mark.parametrize("mode", ["none", "ffn"])
 def test_compiled_blocks_train_the_same_model_in_one_graph(mode: str) -> None:
     assert check_compiled({**SHORT, **AGAIN, **BLOCK, "recompute.mode": mode}, TRACED) == 1
 
@@ -169,7 +170,7 @@ def kept_under(name: str) -> dict[str, int]:
     return run(kept_by_a_forward, tiny(settings).parallel.ranks, settings)[0]
 
 
-BY_DEFAULT = ("sp", "regather")
+BY_DEFAULT = ("regather",)
 
 
 @pytest.mark.parametrize("name", [n if n in BY_DEFAULT else pytest.param(n, marks=exhaustive) for n in KEPT])

@@ -66,7 +66,7 @@ LAYOUTS_OF_BLOCKS: dict[str, Settings] = {
         **{"parallel.dp_shard": 2, "training.weights_dtype": "bfloat16", "training.micro_batch_size": 4},
     },
 }
-BLOCKS_BY_DEFAULT = ("tp, sp, fsdp", "experts by hidden states")
+BLOCKS_BY_DEFAULT = ("tp, sp, fsdp",)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_a_run_with_low_rank_updates_is_what_pretrain_logged(tmp_path: Path) -> 
     assert generate.main(alone(tmp_path, "--generate.tokens=3"))
 
 
+@pytest.mark.exhaustive
 def test_tokens_go_to_the_experts_that_they_went_to_in_training(tmp_path: Path) -> None:
     """In bfloat16 too: a router whose weights or bias were rounded to it would choose others."""
     experts = [

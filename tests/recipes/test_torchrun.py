@@ -15,14 +15,10 @@ FLAG = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1"
 """without it torchrun dies of SIGUSR1, and its ranks with it"""
 
 
+@pytest.mark.exhaustive  # by default run_train.sh is sent signals: tests/runtime/test_run_train.py
 @pytest.mark.parametrize(
     ("number", "flags"),
-    [
-        (signal.SIGHUP, []),
-        pytest.param(signal.SIGUSR1, [FLAG], marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGTERM, [], marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGINT, [], marks=pytest.mark.exhaustive),
-    ],
+    [(signal.SIGHUP, []), (signal.SIGUSR1, [FLAG]), (signal.SIGTERM, []), (signal.SIGINT, [])],
     ids=["SIGHUP", "SIGUSR1", "SIGTERM", "SIGINT"],
 )
 def test_a_signal_to_torchrun_saves(tmp_path: Path, number: signal.Signals, flags: list[str]) -> None:
@@ -40,7 +36,7 @@ def test_a_signal_to_torchrun_saves(tmp_path: Path, number: signal.Signals, flag
     said = "".join(lines)
     assert f"{number.name}: saving at the next step boundary" in said
     assert "with nothing to save" not in said
-    (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
+    checkpoint = max((tmp_path / "run/checkpoints").iterdir())  # a slow machine has saved before
     assert (checkpoint / "manifest.json").exists()
     assert (tmp_path / "run/stopped.json").exists()
 

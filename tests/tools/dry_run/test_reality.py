@@ -247,7 +247,8 @@ def moments_of_the_shared_gates(model: Model) -> int:
     return 2 * 4 * model.hidden * gates
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_moments_and_averages_on_the_host_are_no_memory_of_the_device(dtype: str) -> None:
     """Nothing else of a step changes, and their bytes are told separately."""
     settings: Settings = {"parallel.dp_shard": 2, "optimizer.state_dtype": dtype, "training.weights_dtype": dtype}

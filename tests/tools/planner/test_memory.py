@@ -147,9 +147,7 @@ BY_DEFAULT = (
     "8B, one block, ZeRO 2, one micro batch",
     "8B, loss in chunks",
     "8B, inputs gathered again",
-    "8B, inputs gathered again, selective",
     "GPT, tied",
-    "1B, tied, summed over micro batches",
     "OLMo 2, norms after, selective",
     "13B, every other block, pipeline",
     "GLM-4.5 Air, one dense block, shared expert",
@@ -224,7 +222,7 @@ WITH_INPUTS_ON_HOST = {
     "segments, interleaved": partial(layout, "llama3_1b", 8, pp=2, count=4, mode="segment", schedule="Interleaved1F1B"),
     "zero bubble, V": partial(layout, "llama3_1b", 8, pp=2, count=6, mode="full", schedule="ZBVZeroBubble"),
 }
-ON_HOST_BY_DEFAULT = ("segments", "pipeline")
+ON_HOST_BY_DEFAULT = ("pipeline",)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +270,7 @@ GRAPHED = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", GRAPHED)
 def test_memory_of_a_cuda_graph_agrees_with_the_dry_run(name: str, optimizer: Literal["adamw", "muon"]) -> None:
     """The pool of forward and backward stays during the update, of which Muon's has 4 to 14 % of the peak."""

@@ -44,6 +44,7 @@ def error_of(layout: dict[str, Any], mode: Any) -> float:
     return error
 
 
+@pytest.mark.exhaustive
 def test_memory_of_a_recurrence_is_what_the_dry_run_traces() -> None:
     """1 % of the peak is 80 MB; what the core's backward holds is more than half of it."""
     assert abs(error_of({"dp_shard": 4}, "none")) < 0.01

@@ -145,7 +145,8 @@ def test_experts_whose_choice_hangs_on_last_digits_with_every_seed_are_not_prove
         proven(fork, "tp=2", tmp_path, MIXTURE)
 
 
-@pytest.mark.parametrize("name", ["dp_shard=2 ep=2", pytest.param("tp=2", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["dp_shard=2 ep=2", "tp=2"])
 def test_experts_are_proven_in_bfloat16(name: str, tmp_path: Path) -> None:
     result = proven(PRETRAIN, name, tmp_path, MIXTURE, OPTIONS._replace(dtype="bfloat16"))
     assert result.is_right, result.agreement.findings

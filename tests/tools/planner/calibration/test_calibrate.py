@@ -22,6 +22,7 @@ def test_constants_are_found_again() -> None:
     assert calibrated.constants.wait == pytest.approx(2.5e-4, rel=0.1)
 
 
+@pytest.mark.exhaustive
 def test_a_cpus_waits_have_no_bounds() -> None:
     """They are milliseconds where a GPU's are microseconds, and this model takes minutes there."""
     rows = made(cluster="this_cpu", gpu="CPU", wait=2.0)
