@@ -250,10 +250,8 @@ def optimizer_fork(file: Path, name: str) -> Path:
     return fork(file, {"\ndef train(": classes, OPTIMIZER: use, RATE: function})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("RAdam", "Lion")), "ScheduleFreeSGD"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["RAdam", "Lion", "ScheduleFreeSGD"])
 def test_an_optimizer_of_the_page_with_its_schedule_trains_the_same_model_and_resumes(
     name: str, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ NEVER = {
     "planned": ["torchllm/tools/planner"],
 }
 """run -> what it needs nothing of"""
-BY_DEFAULT = ("minimal", "debug")
+BY_DEFAULT = ("minimal",)
 
 
 @pytest.mark.parametrize(

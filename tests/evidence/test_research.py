@@ -174,6 +174,7 @@ def test_the_regret_is_that_of_the_layout_predicted_fastest() -> None:
 # -- first runs
 
 
+@pytest.mark.exhaustive
 def test_each_judgment_is_a_table_and_json(tmp_path: Path) -> None:
     rows = in_group(made(), "ours/large", "even") + named(made()[:5], "ours/small")
     files = [write_rows(tmp_path / "rows.csv", rows)]

@@ -141,6 +141,7 @@ def test_a_compiled_layout_trains_the_same_model_in_whole_graphs(name: str) -> N
     assert check_compiled(settings) in ([graphs] if graphs else range(1, 100))
 
 
+@pytest.mark.exhaustive
 def test_every_kind_of_block_is_compiled_for_every_length() -> None:
     """Torch's own limit of graphs is eight."""
     lengths = (8, 16, 24)

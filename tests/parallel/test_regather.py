@@ -72,6 +72,7 @@ def graphs_of_a_block(settings: Settings) -> list[tuple[int, int]]:
     return found
 
 
+@exhaustive
 def test_a_compiled_block_keeps_a_ranks_part_of_two_inputs() -> None:
     """Its backward gathers both once more, beside the gradients of both sums. A rank's part is a norm's result."""
     settings = {**SHORT, **BLOCK}

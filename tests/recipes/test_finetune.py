@@ -158,6 +158,7 @@ def test_held_out_conversations_are_evaluated(data: list[str], tmp_path: Path) -
     assert not trained & evaluated
 
 
+@pytest.mark.exhaustive
 def test_a_published_model_is_fine_tuned_whole_and_by_low_rank_updates(data: list[str], tmp_path: Path) -> None:
     """Both start from its weights; what is frozen is exported as it was."""
     save_published("qwen3", tmp_path / "published", vocab_size=512)

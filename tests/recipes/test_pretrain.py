@@ -118,7 +118,7 @@ def test_a_signal_to_one_rank_during_evaluation_stops_all_with_a_checkpoint(trai
     ("recipe", "interval", "saved"),
     [
         ("recipes.pretrain", 3, 3),
-        ("recipes.pretrain", STEPS, STEPS),
+        pytest.param("recipes.pretrain", STEPS, STEPS, marks=pytest.mark.exhaustive),
         pytest.param("tests.forks.d223729.pretrain", 3, 4, marks=pytest.mark.exhaustive),
     ],
     ids=["in the middle", "in the last step", "in a fork"],

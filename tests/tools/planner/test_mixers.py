@@ -167,13 +167,10 @@ def omitted_bytes(model: c.Model, layout: dict[str, Any]) -> float:
 EACH_AXIS = ("tp", "tp, sp, ring", "ulysses")
 """layouts of models whose mixers the first has, too: what is sent over tp, over a ring and by Ulysses"""
 CASES = [(model, layout) for model in MODELS for layout in (SHARED if model == "every mixer" else EACH_AXIS)]
-BY_DEFAULT = [("every mixer", "ring of four")]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout_name"),
-    [case if case in BY_DEFAULT else pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "layout_name"), CASES)
 def test_messages_are_what_the_dry_run_traces(name: str, layout_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one more period: the ends of a model send too. In a ring the busiest rank counts, which is not the first."""
     model, layout = MODELS[name], SHARED[layout_name]

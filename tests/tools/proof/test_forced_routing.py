@@ -129,6 +129,7 @@ def change(stages):
 """a fork with whose seeds all experts are equally good for all tokens"""
 
 
+@pytest.mark.exhaustive
 def test_in_float32_the_next_seed_is_taken_where_a_choice_hangs_on_last_digits(tmp_path: Path) -> None:
     fork = write_fork(tmp_path / "fork.py", Change(UNDECIDED.replace("SEEDS", "(0, 1)")))
     result = proven(fork, "dp_shard=2", tmp_path, MIXTURE)

@@ -135,6 +135,7 @@ def break_harness(recipe: Any, rank: int) -> None:
     recipe.train = train_and_restore
 
 
+@pytest.mark.exhaustive
 def test_a_failure_of_the_harness_ends_nothing(task_folder: Path, tmp_path: Path) -> None:
     run_with_tasks(tmp_path, task_folder, change=break_harness)
     first, second = (tmp_path / "log-0").read_text().splitlines()

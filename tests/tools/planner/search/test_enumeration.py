@@ -266,7 +266,9 @@ def check_near_misses(job: Job, outcome: Found, predictions: dict[Layout, Predic
     assert bool(outcome.misses) >= bool(nearly_fit)
 
 
-@pytest.mark.parametrize("seed", JOBS)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.exhaustive] if seed in FOUND_FAULTS else []) for seed in JOBS]
+)
 def test_search_finds_what_enumeration_finds(seed: int) -> None:
     check_job(*searched(seed))
 
