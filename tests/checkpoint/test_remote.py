@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -361,6 +362,45 @@ def test_a_run_that_was_followed_changes_nothing(tmp_path: Path, caplog: pytest.
     assert not (tmp_path / "copies/step-00000002").exists()
 
 
+def test_a_run_that_is_followed_between_two_files_copies_no_more(tmp_path: Path) -> None:
+    """As when it is suspended: what the other run has copied meanwhile stays."""
+    upload = RemoteFolder.upload
+    copied: list[str] = []
+
+    def upload_and_follow(storage: RemoteFolder, file: Path, name: str) -> None:
+        upload(storage, file, name)
+        copied.append(name)
+        (tmp_path / "copies" / FOLDER / "000002").write_text("{}")
+
+    followed = checkpoints(tmp_path, 1.0)
+    with mock.patch.object(RemoteFolder, "upload", upload_and_follow):
+        followed.save(1, {})
+        followed.close()
+    assert len(copied) == 1
+
+
+def test_a_manifest_whose_answer_was_lost_is_a_copy(tmp_path: Path) -> None:
+    put = RemoteFolder.put_if_absent
+    saving = checkpoints(tmp_path)
+    with mock.patch.object(RemoteFolder, "put_if_absent", lambda *arguments: put(*arguments) and False):
+        saving.save(1, {})
+        wait_for_copy(saving, tmp_path, 1)
+    saving.save(2, {})
+    saving.close()
+    assert steps_in(tmp_path / "copies")[0] == 2
+
+
+def test_a_copy_in_the_way_is_named_as_a_copy(tmp_path: Path) -> None:
+    """The run's folder is empty: another one would not help."""
+    save(tmp_path, 1)
+    shutil.rmtree(tmp_path / "run")
+    later = checkpoints(tmp_path, resume="none")
+    url = re.escape(f"{tmp_path}/copies/step-00000001")
+    with pytest.raises(CheckpointError, match=f"{url} exists: use .*another run.folder and checkpoint.remote"):
+        later.resume()
+    later.close()
+
+
 def test_without_a_url_nothing_is_copied(tmp_path: Path) -> None:
     assert type(checkpoints(tmp_path, remote="")._copies) is Copies
 
@@ -502,6 +542,7 @@ def test_training_goes_on_while_a_bucket_answers_wrongly(tmp_path: Path, caplog:
                 assert f"{copies.url}/{name}" in caplog.text
             Faults.fault = ""
             until(lambda name=name: copies.exists(f"{name}/{MANIFEST}"), 60)
+            until(lambda: saving._copies.in_use() is None)  # else the next is not copied
         saving.close()
 
         shutil.rmtree(tmp_path / "run")

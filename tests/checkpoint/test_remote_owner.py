@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -47,6 +48,15 @@ def test_a_run_that_starts_again_is_the_owner_at_once(storage: RemoteFolder, tmp
     killed.release()
 
 
+def test_a_take_whose_answer_was_lost_is_a_take(storage: RemoteFolder, tmp_path: Path) -> None:
+    """The client writes again, and finds its own record."""
+    put = RemoteFolder.put_if_absent
+    with mock.patch.object(RemoteFolder, "put_if_absent", lambda *arguments: put(*arguments) and False):
+        owner = RemoteOwner(storage, run(tmp_path, "first"), FAST)
+    assert owner.number == 1
+    owner.release()
+
+
 def test_a_dead_owner_is_followed(storage: RemoteFolder, tmp_path: Path) -> None:
     dead = RemoteOwner(storage, run(tmp_path, "first"), FAST)
     dead._released.set()  # as if it were killed: it counts no more, and releases nothing
@@ -58,7 +68,13 @@ def test_a_dead_owner_is_followed(storage: RemoteFolder, tmp_path: Path) -> None
     next_owner.release()
 
 
-def test_one_of_several_runs_succeeds(storage: RemoteFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trials", [1, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_one_of_several_runs_succeeds(tmp_path: Path, trials: int) -> None:
+    for trial in range(trials):
+        race_of_four(RemoteFolder(f"memory:/{tmp_path}/{trial}"), tmp_path / str(trial))
+
+
+def race_of_four(storage: RemoteFolder, tmp_path: Path) -> None:
     start = threading.Barrier(4)
     owners, refused = [], []
 

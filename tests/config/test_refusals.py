@@ -36,6 +36,11 @@ ONE_LINE: dict[str, tuple[str, str]] = {
         '[run]\n"a\\nb" = 1',
         'x.toml:2: run."a\\nb": unknown key; --help lists all keys',
     ),
+    "resume from a URL": (
+        '[checkpoint]\nresume = "s3://bucket/run/step-00000010"',
+        "x.toml:2: checkpoint.resume: is a URL: set checkpoint.remote to the URL of the run, whose newest step is "
+        "loaded, or download the step",
+    ),
     "MXFP8": (
         '[float8]\nrecipe = "mxfp8"',
         'x.toml:2: float8.recipe: must be one of "none", "rowwise", "rowwise_with_gw_hp", "tensorwise", not '

@@ -25,6 +25,7 @@ from torchllm.config import Kinds
 from torchllm.config.applied_keys import new_training
 from torchllm.config.schema import MixtureStage
 from torchllm.parallel.tensor import VocabParallelEmbedding
+from torchllm.tools.watch.text_ranks import TextRanks
 
 FSDP2: Settings = {"parallel.dp_shard": 2}
 SP2: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
@@ -55,7 +56,10 @@ def train_compiled(
 
 
 def graphs_of_blocks(lengths: tuple[int, ...]) -> int:
-    """Compute three kinds of blocks with sequences of each length, with gradients and without; return the graphs."""
+    """Compute three kinds of blocks with sequences of each length, with gradients and without; return the graphs.
+
+    Texts of other lengths are rated after them.
+    """
     stages = tuple(MixtureStage(until=step, sequence_length=length) for step, length in enumerate(lengths[1:], start=1))
     config = tiny({**KINDS, **BLOCK, "data.stage": (*stages, MixtureStage()), "training.sequence_length": lengths[0]})
     counter = CompileCounter()
@@ -67,6 +71,8 @@ def graphs_of_blocks(lengths: tuple[int, ...]) -> int:
             for has_gradients in (True, False):
                 with torch.set_grad_enabled(has_gradients):
                     model(tokens, torch.arange(length).unsqueeze(0))
+        texts = [[1] * length for length in range(4, 14)]  # of a task
+        assert len(TextRanks([model], config, torch.device("cpu")).rate(texts, [1] * len(texts), 96)) == len(texts)
     torch.compiler.reset()
     return counter.frame_count
 

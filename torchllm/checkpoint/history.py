@@ -191,7 +191,8 @@ class CheckpointHistory:
                 return self._load_newest(folders, load)
             if folders:
                 raise CheckpointError(
-                    f'checkpoint.resume = "none", but {folders[0]} exists: use "auto", or another run.folder'
+                    f'checkpoint.resume = "none", but {self._place(folders[0])} exists: use "auto", or another '
+                    f"{self._room}"
                 )
             log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
             return None
@@ -202,14 +203,23 @@ class CheckpointHistory:
             return self._load_newest(folders, load)
         if newer:
             raise CheckpointError(
-                f"checkpoint.resume names step {step}, but {newer[0]} is newer and would be in the way: "
-                "set another run.folder, or move the newer ones away"
+                f"checkpoint.resume names step {step}, but {self._place(newer[0])} is newer and would be in the way: "
+                f"set another {self._room}, or move the newer ones away"
             )
         suspicion = on_first(self._group, lambda: manifests.read_suspects([folder])).get(folder)
         if suspicion is not None:
             named = f"{folder} is loaded because checkpoint.resume names it"
             log_on_first(self._group, f"{named}, but is marked as suspect: {suspicion}", logging.WARNING)
         return load(folder)
+
+    def _place(self, folder: Path) -> str:
+        """Return the place of a step folder, of which there may only be the copy."""
+        return str(folder) if folder.exists() else f"{self._settings.remote}/{folder.name}"
+
+    @property
+    def _room(self) -> str:
+        """The keys of the places where a run's steps are."""
+        return "run.folder and checkpoint.remote" if self._settings.remote else "run.folder"
 
     def _load_newest(self, folders: Sequence[Path], load: Callable[[Path], Manifest]) -> Manifest | None:
         """Load the newest of the run's step folders that verifies and is not suspect; None if there is none."""

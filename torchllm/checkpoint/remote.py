@@ -241,6 +241,7 @@ class RemoteCopies(Copies):
         while left:
             if self._closing.is_set() and self._left_out not in (None, folder):
                 raise Superseded
+            self._refuse_followed()  # each time: a job may be suspended for hours between two files
             self._storage.upload(folder / left[0], f"{folder.name}/{left[0]}")
             left.pop(0)
             self._files += 1
@@ -271,7 +272,9 @@ class RemoteCopies(Copies):
         if not self._is_copied(folder):
             if not self._storage.sizes(f"{folder.name}/{SHARES}").keys() >= set(self._share_names(folder)):
                 raise Incomplete
-            self._storage.put(f"{folder.name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
+            is_first = self._storage.put_if_absent(f"{folder.name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
+            if not is_first and not self._is_copied(folder):  # a client writes again where the answer was lost
+                raise NotOwner(f"{self._storage.url}/{folder.name} has the manifest of another run")
             self._storage.delete_folder(f"{folder.name}/{SHARES}")
             logger.info("copied %s to %s", folder.name, self._storage.url)
         self._delete_old()

@@ -78,8 +78,10 @@ class RemoteOwner:
             if owner is not None and identity.items() <= owner.items():
                 return newest
             self._wait_for_end(newest, owner)
-        content = json.dumps(identity | {"host": socket.gethostname(), "since": time.ctime()})
-        if not self._storage.put_if_absent(f"{FOLDER}/{newest + 1:06d}", content.encode()):
+        name = f"{FOLDER}/{newest + 1:06d}"
+        content = json.dumps(identity | {"host": socket.gethostname(), "since": time.ctime()}).encode()
+        # False for its own record, too: a client writes again where the answer was lost
+        if not self._storage.put_if_absent(name, content) and self._storage.read(name) != content:
             raise NotOwner(f"checkpoint.remote = {self._storage.url!r}: another run has just taken it")
         return newest + 1
 

@@ -99,6 +99,8 @@ class RemoteFile(CheckedFile):
 
     written = 0
     """blocks that this process has written"""
+    has_warned = False
+    """whether this process has said that it cannot write one"""
 
     def __init__(self, file: CorpusFile, url: str, find_checksums: FindChecksums) -> None:
         """Open `file`, which has the same name at the URL. No request is made."""
@@ -142,7 +144,9 @@ class RemoteFile(CheckedFile):
             self.file.path.mkdir(exist_ok=True)
             write_whole(self._path(number), content)
         except OSError as error:
-            log.warning("%s: the cache cannot be written, training goes on: %s", self.file.path, error.strerror)
+            if not RemoteFile.has_warned:
+                log.warning("%s: the cache cannot be written, training goes on: %s", self.file.path, error.strerror)
+            RemoteFile.has_warned = True
 
     def _path(self, number: int) -> Path:
         return self.file.path / f"{number:06d}"

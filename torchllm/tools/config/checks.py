@@ -42,6 +42,7 @@ def setting_problems(config: Config) -> list[ConfigError]:
         *_recompute_problems(config),
         *_checkpoint_problems(config),
         *_problems_if(config.checkpoint.remote != "", "remote_problems", config),
+        *_problems_if(is_url(config.checkpoint.resume), "resume_problems", config),
         *_problems_if(config.metrics.profile_steps != "", "profile_problems", config),
         *_problems_if(config.run.on_event != "", "event_problems", config),
     ]

@@ -269,6 +269,11 @@ def url_problem(source: Source) -> str:
     return storage_problem(source.path)
 
 
+def resume_problems(_: Config) -> Iterator[ConfigError]:
+    message = "is a URL: set checkpoint.remote to the URL of the run, whose newest step is loaded, or download the step"
+    yield config_error("checkpoint.resume", message)
+
+
 def remote_problems(config: Config) -> Iterator[ConfigError]:
     if problem := storage_problem(config.checkpoint.remote):
         yield config_error("checkpoint.remote", f"{config.checkpoint.remote!r} {problem}")

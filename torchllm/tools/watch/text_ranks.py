@@ -9,7 +9,7 @@ all ranks.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,12 @@ class TextRanks:
             dist.all_reduce(reach.fill_(max(reaches, default=1)), dist.ReduceOp.MAX)
         self.least = self.pieces.total * int(reach)
         """tokens of the shortest text that the ranks of cp can share"""
+        # Blocks that are compiled for each length would reach torch's limit of graphs, and those of later stages run
+        # uncompiled. FlexAttention keeps its kernel: it would hold all scores without it.
+        is_compiled_for_each = bool(config.model.pattern) or config.data.changes_size
+        is_eager = is_compiled_for_each and config.model.attention != "flex"
+        self.stance: Literal["default", "eager_on_recompile"] = "eager_on_recompile" if is_eager else "default"
+        """what happens at a length for which there is no graph"""
         windows = [config.model.of_block(index).window for index in range(config.model.layers)]
         if self.pieces.total > 1 and any(length <= window < self.longest for window in windows):
             raise UserError(
@@ -139,7 +145,8 @@ class TextRanks:
                 rows = min(max(1, room // length), -(-(len(order) - start) // self.data_size))
                 own = order[start : start + rows * self.data_size][self.data_rank :: self.data_size]
                 batch = self._batch([(texts[index], sizes[index]) for index in own], rows, length)
-                with self._keeping(partial(_scores, vocab=vocab)) as scores:
+                kept = self._keeping(partial(_scores, vocab=vocab))
+                with kept as scores, torch.compiler.set_stance(self.stance):
                     self.loss_sum(batch)
                 if scores:
                     sums.index_add_(0, self._owners(batch, own), torch.cat(scores).double())
