@@ -102,12 +102,16 @@ def imports(file: Path) -> Iterator[str]:
 MODULES = {module_of(file): file for file in FILES if file.name != "__init__.py"}
 
 
+REGISTERING = ROOT / "torchllm/recipe.py"
+"""imports `torchllm.tools`, by which tools register what they read"""
+
+
 def own_imports(file: Path) -> set[str]:
     found = set()
     for name in imports(file):
         if name.split(".")[0] in ("torchllm", "recipes"):
             inside = name.removeprefix("torchllm.")
-            if inside in ("__version__", "tools"):  # of the package itself; the registration of what tools read
+            if inside == "__version__" or (inside == "tools" and file == REGISTERING):
                 continue
             found.add(inside if inside in MODULES or inside in ROOMS else inside.rpartition(".")[0])
     return found
@@ -325,6 +329,15 @@ def test_what_is_listed_is_still_so() -> None:
 def test_imports_have_no_cycle() -> None:
     assert own_imports(MODULES["train.step"]) >= {"config", "models.decoder", "optim.grad_norm"}
     TopologicalSorter({module: own_imports(file) for module, file in MODULES.items()}).prepare()  # CycleError names it
+
+
+def test_each_file_that_a_library_might_replace_has_its_reason() -> None:
+    page = (ROOT / "docs/ours.md").read_text(encoding="utf-8")
+    for room in ("launch", "prepare"):
+        folder = ROOT / "torchllm/tools" / room
+        for file in folder.rglob("[!_]*.py"):
+            name = file.relative_to(folder).as_posix()
+            assert f"`{name}`" in page or f"`{Path(name).parts[0]}/`" in page, f"{file}: add a row to docs/ours.md"
 
 
 def test_config_layout_and_planner_need_no_torch() -> None:
